@@ -21,7 +21,7 @@ from report import interleaved, parser, publish, ratios, sequential, spread, tim
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._core.gradients import reduce_together
+from composable_fsdp._core.launch import reduce_together
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.state import state_of
 
@@ -66,9 +66,9 @@ def library_reduction(model: nn.Module) -> Callable[[], None]:
     group, streams = state_of(model).group, CommStreams(torch.device("cpu"))
 
     def reduce() -> None:
-        group.gradients.notice()
+        group.notice_gradients()
         group.reshard()
-        for launch in reduce_together((group.gradients,), streams):
+        for launch in reduce_together((group,), streams):
             launch.run().complete()
 
     return reduce

@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Task
 
 from composable_fsdp._core.gather import AllGather
-from composable_fsdp._core.gradients import ParamGroupGradients, PendingReduction, ReductionLaunch
+from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import _ModuleHooks
+from composable_fsdp._core.launch import PendingReduction, ReductionLaunch
 from composable_fsdp._core.root import Root
 from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
 from composable_fsdp.plugins.shared_memory.engine import ShmWork
@@ -37,7 +38,7 @@ PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
     "hooks": [
         (_ModuleHooks, ("begin", "take_inputs", "finish")),
         (Root, ("pre_backward", "post_backward", "end_backward")),
-        (ParamGroupGradients, ("arrive",)),
+        (ParamGroup, ("arrive",)),
     ],
     "gathers": [(AllGather, ("launch", "finish"))],
     "reductions": [(ReductionLaunch, ("run",)), (PendingReduction, ("complete",))],

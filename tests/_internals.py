@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._core import (
         backward,
-        buckets,
         comm,
         events,
         full_mesh,
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
         schedule,
     )
     from composable_fsdp._core import gather as core_gather
+    from composable_fsdp._core import group as core_group
     from composable_fsdp._core import reduce as core_reduce
     from composable_fsdp._core.backward import _MOST_FORWARDS, ReductionQueue
     from composable_fsdp._core.comm import (
@@ -81,7 +81,6 @@ if TYPE_CHECKING:
         PARAMETER_TRANSITIONS,
         EndOfRun,
         Event,
-        ForwardRecord,
         GradientOperation,
         GradientState,
         Hook,
@@ -120,8 +119,7 @@ if TYPE_CHECKING:
         cached_message,
         pack_messages,
     )
-    from composable_fsdp._core.gradients import ParamGroupGradients, reduce_together
-    from composable_fsdp._core.group import UNSHARD_STARTED, ParamGroup, unshard_together
+    from composable_fsdp._core.group import UNSHARD_STARTED, ParamGroup
     from composable_fsdp._core.group_plan import (
         GatherClaim,
         GroupPlan,
@@ -130,6 +128,7 @@ if TYPE_CHECKING:
         plan_group,
     )
     from composable_fsdp._core.hooks import root_of
+    from composable_fsdp._core.launch import reduce_together, unshard_together
     from composable_fsdp._core.layout import (
         ALIGNMENT_BYTES,
         NEVER_ZERO_COPY,
@@ -186,7 +185,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core.reduce import BucketReduceScatter, ReducedBucket
     from composable_fsdp._core.root import Root
     from composable_fsdp._core.schedule import Planner
-    from composable_fsdp._core.state import Accumulation, FSDPState, find_state, state_of
+    from composable_fsdp._core.state import Accumulation, ForwardRecord, FSDPState, find_state, state_of
     from composable_fsdp.checkpoint import _coordination as rank_group
     from composable_fsdp.checkpoint import _safetensors as safetensors_files
     from composable_fsdp.checkpoint._coordination import (

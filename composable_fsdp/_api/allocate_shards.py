@@ -30,7 +30,7 @@ def allocated_shards(module: nn.Module, device: torch.device | None) -> Iterator
         if not any(map(_follows_parameters, {type(each) for each in module.modules()})):
             for state in states_below(module):
                 if state.group.allocate(device):
-                    hidden.enter_context(state.group.tensors.registration.hidden())
+                    hidden.enter_context(state.group.registration.hidden())
         yield
 
 

@@ -262,7 +262,7 @@ class FSDPModule(TorchFSDPModule):
         """
         found: dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         for state in _states(self, recurse):
-            found |= {each.sharded: parts for each, parts in state.group.gradients.held().items()}
+            found |= {each.sharded: parts for each, parts in state.group.held_gradients().items()}
         return found
 
     @runs_outside
@@ -284,7 +284,7 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the summed gradients of this module's group by ``factor`` instead of by the number of ranks."""
         check_factor(factor)
-        _state(self).group.gradients.divide_factor = float(factor)
+        _change_reduction(self, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Older name of :meth:`set_gradient_divide_factor`."""
@@ -292,7 +292,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether collectives always sum and the division follows, even if the backend can average."""
-        _state(self).group.gradients.sum_only = enable
+        _change_reduction(self, sum_only=enable)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward also all-reduces over the replicate axis of a hybrid mesh.
@@ -495,7 +495,7 @@ class FSDPModule(TorchFSDPModule):
                 f"set_all_reduce_hook on {state.name!r} takes no stream, as its mesh is 2-d (replicate, shard): the "
                 "hook runs on the stream of the all-reduce over the replicate axis. Leave stream out."
             )
-        state.group.gradients.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
+        _change_reduction(self, all_reduce_hook=hook if hook is None or stream is None else on_stream(hook, stream))
 
     def set_post_optim_event(self, event: Any) -> None:
         """Make the first all-gather of the next forward wait for ``event``, recorded after the optimizer's step."""
@@ -559,7 +559,7 @@ class FSDPModule(TorchFSDPModule):
                 kept.enter_context(_gradients_keep_their_dtype(state.group))
             with ExitStack() as hidden:
                 for state in unchanged:
-                    hidden.enter_context(state.group.tensors.registration.hidden())
+                    hidden.enter_context(state.group.registration.hidden())
                 result = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
             for state in states:
                 state.group.refresh()
@@ -571,14 +571,16 @@ class FSDPModule(TorchFSDPModule):
         for root in dict.fromkeys(each for state in states if (each := state.root) is not None):
             root.drain_before_zero()  # reductions in flight would set gradients later
         for state in states:
-            gradients, parameters = state.group.gradients, _parameters_below(self, state)
-            has_all = len(parameters) == len(state.group.parameters)
-            if has_all and (set_to_none or gradients.state is GradientState.ARRIVING):  # those of a failed backward
-                gradients.drop()
+            group, parameters = state.group, _parameters_below(self, state)
+            has_all = len(parameters) == len(group.parameters)
+            if has_all and (
+                set_to_none or group.gradient_state is GradientState.ARRIVING
+            ):  # those of a failed backward
+                group.drop_gradients()
             else:
-                gradients.zero(parameters, set_to_none=set_to_none)
+                group.zero_gradients(parameters, set_to_none=set_to_none)
             is_sharded = state.group.parameter_state is ParameterState.SHARDED
-            if not is_sharded or not state.group.tensors.registration.is_current:  # ``super`` sees registered ones only
+            if not is_sharded or not state.group.registration.is_current:  # ``super`` sees registered ones only
                 _zero_sharded(parameters, set_to_none=set_to_none)
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
@@ -732,6 +734,11 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     return _classes[original]
 
 
+def _change_reduction(module: object, **settings: Any) -> None:
+    group = _state(module).group
+    group.reduction = group.reduction._replace(**settings)
+
+
 def _state(module: object) -> FSDPState:
     assert isinstance(module, nn.Module)
     return state_of(module)
@@ -820,7 +827,7 @@ def _takes_conversion(group: ParamGroup, convert: Callable[[torch.Tensor], torch
     """
     group.check_grad_dtypes()
     with torch.no_grad():
-        if group.gradients.state in HELD_GRADIENTS and all(convert(p.local) is p.local for p in group.parameters):
+        if group.gradient_state in HELD_GRADIENTS and all(convert(p.local) is p.local for p in group.parameters):
             return False
     group.check_nothing_held()
     return True

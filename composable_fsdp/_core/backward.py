@@ -11,19 +11,13 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from composable_fsdp import trace
-from composable_fsdp._core.events import LOCAL_GRADIENTS, EndOfRun, ForwardRecord, ParameterState, RunningPass
-from composable_fsdp._core.gradients import (
-    AutogradTask,
-    FusedBuckets,
-    PendingReduction,
-    ReductionLaunch,
-    reduce_together,
-)
-from composable_fsdp._core.group import Launcher
+from composable_fsdp._core.events import LOCAL_GRADIENTS, EndOfRun, ParameterState, RunningPass
+from composable_fsdp._core.group import AutogradTask
+from composable_fsdp._core.launch import FusedBuckets, Launcher, PendingReduction, ReductionLaunch, reduce_together
 from composable_fsdp._core.params import OptimizerSteps
 from composable_fsdp._core.schedule import Planner
 from composable_fsdp._core.seams import ObservedRoot
-from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, ForwardCall, FSDPState
+from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, ForwardCall, ForwardRecord, FSDPState
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 
 
@@ -143,7 +137,7 @@ class Progress:
         """Calls whose input gradients were complete before a hook saw any output gradient."""
         for state in states:
             state.runs = 0
-            state.group.gradients.task = task
+            state.group.task = task
 
     # -- forwards that may get a backward
 
@@ -279,28 +273,28 @@ class ReductionQueue:
             state: the owner of the gradients.
             at_end: backward is over, so do not wait for other groups.
         """
-        gradients = state.group.gradients
+        group = state.group
         if state.options.accumulation is _SUM_UNSHARDED:
-            gradients.hold()
+            group.hold_gradients()
             return
         fusion, partial = self._fusions.get(state), False
         if fusion is None:
             fusion = self._find_fusion(state)
-        if state in fusion and gradients.task.is_around_another:
+        if state in fusion and group.task.is_around_another:
             # More gradients may follow a backward inside this one, and a fusion would change the order of their sum.
             self.waiting.discard(state)
             self._fusions.update(dict.fromkeys(fusion, ()))
             fusion = ()
         if state not in fusion:
-            together, partial = [gradients], state.keeps_partial
+            together, partial = [group], state.keeps_partial
         else:
             self.waiting.add(state)
             if not at_end and not self.waiting.issuperset(fusion):
                 return
             self.waiting.difference_update(fusion)
-            together = [member.group.gradients for member in fusion]
+            together = [member.group for member in fusion]
             for member in together:
-                if member.state not in LOCAL_GRADIENTS:
+                if member.gradient_state not in LOCAL_GRADIENTS:
                     member.contribute()
         launch = reduce_together(together, self._launcher.streams, self._fused_buckets, partial=partial)
         if launch is not None:
@@ -311,7 +305,7 @@ class ReductionQueue:
         if any(reduction.launch.partial for reduction in (*self._unread, *self._in_flight)):
             self.drain()  # the sums are held only then
         for state in states:
-            launch = reduce_together([state.group.gradients], self._launcher.streams)
+            launch = reduce_together([state.group], self._launcher.streams)
             if launch is not None:
                 self._launch(launch)
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from composable_fsdp.errors import LifecycleError
 
@@ -268,84 +268,3 @@ class Event(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.hook.value} {self.group}".rstrip()
-
-
-class ForwardRecord:
-    """The events of one forward. The autograd graph of that forward keeps it alive.
-
-    Attributes:
-        events: the pre-forward events, which the planner appends, and the post-forward events, in order.
-        ended: the groups to which a backward may come back, in the order in which they ended. A *position* counts them.
-        fused: the fusions of groups in this forward and its backward.
-        unseen: the positions of runs whose inputs needed no gradient, so that no hook shows the end of their backward.
-    """
-
-    def __init__(self, fused: Mapping[str, tuple[str, ...]] | None = None) -> None:
-        self.events: list[Event] = []
-        self.ended: list[str] = []
-        self.fused = fused or {}
-        self.unseen: set[int] = set()
-        self._backward = -1
-        self._lowest = 0
-
-    def end(self, event: Event, *, leads_to_backward: bool) -> int:
-        """Append the post-forward event of a group. Return its position, or -1 if no backward comes back to it."""
-        self.events.append(event)
-        if not leads_to_backward:
-            return -1
-        self.ended.append(event.group)
-        return len(self.ended) - 1
-
-    def abort(self, event: Event) -> None:
-        """Remove the last ``event``, the pre-forward of a group whose forward raised an error."""
-        index = len(self.events) - 1 - self.events[::-1].index(event)
-        del self.events[index]
-
-    def reach(self, position: int, backward: int) -> range:
-        """Return the later positions that backward number ``backward`` has not reached yet, last first.
-
-        ``position`` itself comes last, unless this backward has reached it or an earlier one.
-        """
-        if backward != self._backward:
-            self._backward, self._lowest = backward, len(self.ended)
-        reached = range(self._lowest - 1, position - 1, -1)
-        self._lowest = min(self._lowest, position)
-        return reached
-
-
-_EVENTS_PER_GROUP = 128
-"""A tape with more events is given up: no backward follows its forwards, or many backwards follow one of them."""
-
-
-class Tape:
-    """The events of one step, for dry runs: forwards that lead to a backward, and the backwards after them.
-
-    Attributes:
-        events: the events, each a hook with what it cannot look up later.
-        of_forward: the events of the current or last forward: those of a step, or of a forward without a backward.
-        is_whole: False after the beginning of the step was given up, until the next forward that leads to a backward.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
-        self.of_forward = self.events
-        self.is_whole = True
-        self._has_backward = False
-
-    def begin_forward(self, *, leads_to_backward: bool, follows_forwards: bool, groups: int) -> None:
-        """Begin a forward, and a new tape if it is the first one of a step."""
-        self.bound(groups)
-        if leads_to_backward and not (self.is_whole and (follows_forwards or not self._has_backward)):
-            self.events, self.is_whole, self._has_backward = [], True, False
-        self.of_forward = self.events if leads_to_backward else []
-
-    def bound(self, groups: int) -> None:
-        """Give up the events so far if they are too many for a root with so many ``groups``."""
-        if len(self.events) > _EVENTS_PER_GROUP * (groups + 1):
-            self.events, self.is_whole = [], False
-
-    def end_backward(self, arriving: Sequence[str]) -> None:
-        """End a backward, after which the gradients of the groups ``arriving`` were not complete."""
-        if self.events and self.events[-1][0] != "end_backward":  # else it was inside a forward that is not recorded
-            self.events.append(("end_backward", arriving))
-            self._has_backward = True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, WorkList
 from composable_fsdp._core.group_plan import BucketPlan
-from composable_fsdp._core.layout import payload_widths, unpack_parameter
+from composable_fsdp._core.layout import aligned_bytes, payload_widths, unpack_parameter
 from composable_fsdp._core.memory import OwnedBuffer, ShardStore, Work, cast_and_move, group_by_key, is_host, view_at
 from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.params import ShardedParameter
@@ -375,13 +375,13 @@ class AllGather:
     def finish(self) -> None:
         """Copy what was received to its places, and release the messages."""
         self.writes_to_places = False
-        rows, gathers, self._rows, self._gathers = self._rows, self._gathers, None, []
         if self._cached is not None:
-            assert rows is not None
-            self._cached.take(rows)
-            return
-        for bucket, gather in zip(self._buckets, gathers, strict=True):
-            bucket.finish_gather(gather)
+            assert self._rows is not None
+            self._cached.take(self._rows)
+        else:
+            for bucket, gather in zip(self._buckets, self._gathers, strict=True):
+                bucket.finish_gather(gather)
+        self._rows, self._gathers = None, []  # not after an error: the next group that waits finishes it again
 
 
 def pack_messages(
@@ -506,3 +506,44 @@ def _stacked(places: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return ``places``, of one shape and at equal distances, as one tensor."""
     first, step = places[0], 0 if len(places) == 1 else places[1].storage_offset() - places[0].storage_offset()
     return first.as_strided((len(places), *first.shape), (step, *first.stride()))
+
+
+class WireBytes(NamedTuple):
+    """The bytes of one collective's messages on one rank: outputs of an all-gather, inputs of a reduction.
+
+    A rank sends, and receives, ``(size - 1) / size`` of these bytes.
+    ``plain_bytes`` is the same without codecs and hooks.
+    """
+
+    bytes: int
+    plain_bytes: int
+
+
+def all_gather_wire_bytes(buckets: Sequence[Gatherable]) -> WireBytes:
+    """Return the bytes of the all-gather over the shard axis, or of slices over a smaller one."""
+    total = 0
+    for pgs, members in group_by_key([bucket.pgs for bucket in buckets], buckets):
+        sent = [bucket.sent_bytes() for bucket in members]
+        packed = sum(payload_widths([payload for payloads, _ in sent for payload in payloads]))
+        total += pgs.axes.shard.size * (packed + sum(zero_copy for _, zero_copy in sent))
+    return WireBytes(total, sum(bucket.plan.wire_bytes for bucket in buckets))
+
+
+def reduce_scatter_wire_bytes(buckets: Sequence[AnyBucket], *, were_summed: bool = False) -> WireBytes:
+    """Return the bytes of the reduction over the shard axis.
+
+    Args:
+        buckets: the buckets to reduce.
+        were_summed: the gradients were accumulated before, in the dtype of the sum.
+    """
+    total = plain = 0
+    for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
+        plan, own = bucket.plan, bucket.scatter.own
+        itemsize = (plan.sum_dtype if were_summed else plan.wire_dtype).itemsize
+        row_bytes = None if own is None else own.row_bytes
+        if row_bytes is not None:
+            total += bucket.pgs.axes.shard.size * aligned_bytes(row_bytes)
+        else:
+            total += plan.reduce.wire_numel * itemsize
+        plain += plan.reduce.wire_numel * (itemsize if own is None else plan.reduce_dtype.itemsize)
+    return WireBytes(total, plain)

@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import replace
+from itertools import compress
+from operator import attrgetter
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from composable_fsdp import trace
-from composable_fsdp._core.buckets import ParamGroupBuckets, shard_parameters
 from composable_fsdp._core.events import (
+    GRADIENT_TRANSITIONS,
     HELD_GRADIENTS,
+    LOCAL_GRADIENTS,
     PARAMETER_TRANSITIONS,
     Event,
+    GradientOperation,
+    GradientState,
     Hook,
     ParameterOperation,
     ParameterState,
     advance,
     after,
 )
-from composable_fsdp._core.gather import AllGather, AnyBucket, Gatherable
-from composable_fsdp._core.gradients import (
-    ParamGroupGradients,
-    PendingReduction,
-    ReductionLaunch,
+from composable_fsdp._core.gather import (
+    AllGather,
+    AnyBucket,
+    Bucket,
+    Gatherable,
+    InPlaceBucket,
+    WireBytes,
     all_gather_wire_bytes,
-    gradient_hook,
-    reduce_together,
+    reduce_scatter_wire_bytes,
 )
-from composable_fsdp._core.group_plan import GroupPlan
-from composable_fsdp._core.memory import CommStreams, InFlight, without_grad
+from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, GroupPlan, ParameterSpec, plan_group
+from composable_fsdp._core.layout import TensorShards, plan_reduction
+from composable_fsdp._core.memory import InFlight, ShardStore, is_host, without_grad, zero_padding
 from composable_fsdp._core.mesh import DataParallelAxes, ProcessGroups
-from composable_fsdp._core.params import ParameterSource, ShardedParameter
-from composable_fsdp.errors import LifecycleError, ParameterError
+from composable_fsdp._core.params import ParameterSource, ShardedParameter, local_part
+from composable_fsdp._core.reduce import BucketReduceScatter, BucketReduction, ReducedBucket, reduce_kinds_of
+from composable_fsdp._core.registration import Registration, plain_shard
+from composable_fsdp.errors import DeviceError, LifecycleError, ParameterError
+from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
+
+_reduction_of = attrgetter("reduction", "were_summed", "_partial")
+"""The settings in which gradients that are reduced together must agree."""
 
 UNSHARD_STARTED = frozenset({ParameterState.UNSHARDING, ParameterState.UNSHARDED})
 """The states in which an all-gather is in flight or done."""
@@ -44,20 +57,156 @@ UNSHARD_STARTED = frozenset({ParameterState.UNSHARDING, ParameterState.UNSHARDED
 _UNSHARD, _WAIT, _RESHARD = ParameterOperation.UNSHARD, ParameterOperation.WAIT, ParameterOperation.RESHARD
 _AFTER_UNSHARD, _AFTER_WAIT, _AFTER_RESHARD = (after(PARAMETER_TRANSITIONS, op) for op in (_UNSHARD, _WAIT, _RESHARD))
 _UNSHARDED, _SHRUNK = ParameterState.UNSHARDED, ParameterState.SHRUNK
+_ARRIVING, _ACCUMULATE, _READY = GradientState.ARRIVING, GradientOperation.ACCUMULATE, GradientOperation.READY
+_REDUCE, _COMPLETE = GradientOperation.REDUCE, GradientOperation.COMPLETE
+_AFTER_ACCUMULATE, _AFTER_READY = after(GRADIENT_TRANSITIONS, _ACCUMULATE), after(GRADIENT_TRANSITIONS, _READY)
+_AFTER_REDUCE = after(GRADIENT_TRANSITIONS, _REDUCE)
+
+
+def _nobody() -> None:
+    return None
+
+
+class GatherKind:
+    """A way for full parameters to come into memory: it claims parameters of one group, and makes their buckets.
+
+    Derive from it, and append the class to :data:`GATHER_KINDS`. Each group makes one object. The first kind that
+    claims a parameter has it; :class:`Bucket` has those that none claims.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = ref(group)  # the group owns its kinds
+
+    @property
+    def group(self) -> ParamGroup:
+        group = self._group()
+        assert group is not None
+        return group
+
+    def reserve(self) -> None:
+        """Prepare a group that all ranks make together. They may communicate."""
+
+    def find(self) -> None:
+        """Look at the parameters before buckets are made. Their local tensors may have been replaced."""
+
+    def claim(self, parameter: ShardedParameter) -> GatherClaim | None:
+        """Return the claim on ``parameter``, the same on all ranks, or ``None`` if this kind does not serve it."""
+        return None
+
+    def make(self, plan: BucketPlan) -> AnyBucket:
+        """Make the bucket of parameters that this kind has claimed."""
+        raise NotImplementedError
+
+    def has_changed(self) -> bool:
+        """Return True if the local tensors, as they are, need other buckets."""
+        return False
+
+    def before_replacement(self, parameter: ShardedParameter, local: torch.Tensor) -> None:
+        """Note that the user has replaced the local tensor of ``parameter`` by ``local``."""
+
+    @staticmethod
+    def cut(
+        name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device
+    ) -> torch.Tensor | None:
+        """Return the shard of ``rank`` of parameter ``name``, or ``None`` if it may be a plain tensor."""
+        return None
+
+    @staticmethod
+    def check_copy(name: str, local: torch.Tensor, copy: torch.Tensor) -> None:
+        """Raise an error if a copied group cannot use ``copy`` of the local tensor of parameter ``name``."""
+
+
+GATHER_KINDS: list[type[GatherKind]] = []
+"""The gather kinds of all groups that are made from now on."""
+
+
+def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
+    """Return the device of the shards of modules that compute on ``device``."""
+    return torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def shard_parameters(sources: Sequence[ParameterSource]) -> list[ShardedParameter]:
+    """Copy this rank's shards out of the original parameters."""
+    parameters = []
+    for source in sources:
+        axes, full = source.sharding.axes, local_part(source.tensor)
+        shards = TensorShards(tuple(full.shape), source.sharding.dim, axes.shard.size)
+        device = torch.device("meta") if full.is_meta else rest_device(source.offload, axes.device)
+        cuts = (kind.cut(source.name, full, shards, axes.shard.rank, device) for kind in GATHER_KINDS)
+        cut = next((found for found in cuts if found is not None), None)
+        local = plain_shard(source.name, full, shards, axes.shard.rank, device) if cut is None else cut
+        parameters.append(ShardedParameter(source, local))
+    return parameters
+
+
+_current_task = torch._C._current_graph_task_id
+
+
+class AutogradTask:
+    """Autograd's current task, one call of its engine, shared by all groups of a root.
+
+    Attributes:
+        number: autograd's id of the task, or -1 if there is none.
+    """
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = -1
+
+    @property
+    def is_around_another(self) -> bool:
+        """True while autograd runs another backward inside this one, as reentrant checkpoints do."""
+        return self.number != -1 and self.number != _current_task()  # a tuple doubles the cost
+
+
+def gradient_hook(group: ParamGroup) -> Callable[[torch.Tensor], None]:
+    """Return the hook for gradients of ``group``.
+
+    It references the group weakly: Python's garbage collector does not see references held by tensor hooks, so a cycle
+    through them would never be freed.
+    """
+    known = ref(group)
+
+    def hook(_: torch.Tensor) -> None:
+        group = known()
+        if group is None:
+            return
+        task = group.task.number
+        if group._ahead and (task == _current_task() or task == -1):  # without a call per parameter
+            group._ahead -= 1
+        elif group.arrive(is_nested=task != -1 and task != _current_task()):
+            state = group.owner()
+            root = None if state is None else state.root
+            if root is not None:
+                root.gradient_ready(state)
+
+    return hook
+
+
+class ReductionSettings(NamedTuple):
+    """The settings of a group's reductions."""
+
+    divide_factor: float | None = None
+    """The divisor of the sum; ``None``: the number of data-parallel ranks."""
+    sum_only: bool = False
+    """Communicators only sum; divisions are operations of their own."""
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    """Called with this rank's shards of the reduced gradients."""
 
 
 class ParamGroup:
-    """Parameters that are unsharded, freed and reduced together.
-
-    It consists of its buckets (:class:`ParamGroupBuckets`) and its gradients (:class:`ParamGroupGradients`).
+    """Parameters that are unsharded, freed and reduced together: their tensors, both state tables and their reduction.
 
     Args:
         name: the name in errors and traces, until :meth:`rename` gives the qualified name.
         sources: the parameters as ``fully_shard`` found them; ignored if ``parameters`` has sharded ones.
         axes: the mesh axes and device of the modules.
 
-    Invariants: ``parameter_state`` changes only through ``PARAMETER_TRANSITIONS``. An all-gather is pending only in
-    UNSHARDING.
+    Invariants: ``parameter_state`` changes only through ``PARAMETER_TRANSITIONS``, ``gradient_state`` only through
+    ``GRADIENT_TRANSITIONS``. An all-gather is pending only in UNSHARDING.
     """
 
     def __init__(
@@ -69,20 +218,13 @@ class ParamGroup:
         parameters: Sequence[ShardedParameter] | None = None,
     ) -> None:
         self.axes = axes
-        is_new = parameters is None
-        if parameters is None:
-            parameters = shard_parameters(sources)
-        used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
-        self.process_groups = [ProcessGroups(mesh_axes) for mesh_axes in used or (axes,)]
-        self.tensors = ParamGroupBuckets(
-            parameters,
-            self.process_groups,
-            axes.device,
-            gradient_hook(self),
-            is_new=is_new,
-        )
-        self.gradients = ParamGroupGradients(name, self.tensors)
         self.rename(name)
+        is_new = parameters is None
+        self.parameters = shard_parameters(sources) if parameters is None else list(parameters)
+        used = dict.fromkeys(parameter.sharding.axes for parameter in self.parameters)
+        self.process_groups = [ProcessGroups(mesh_axes) for mesh_axes in used or (axes,)]
+
+        # Of the full parameters.
         self.parameter_state = ParameterState.SHARDED
         self._pending_gather: InFlight[None] | None = None
         self.cut: Callable[[AnyBucket, int], Gatherable] | None = None
@@ -94,60 +236,111 @@ class ParamGroup:
         self._noted_bytes = 0
         """The unsharded bytes that were last reported to the trace."""
 
+        # Of the gradients.
+        self.gradient_state = GradientState.NONE
+        self.reduction = ReductionSettings()
+        self.owner: Callable[[], Any] = _nobody
+        """Returns the FSDP state, whose root is told of complete gradients, or ``None``."""
+        self.task = AutogradTask()
+        self._num_ready = 0
+        """The number of gradients that have arrived since the last reduction or hold, and of ``_ahead``."""
+        self._ahead = 0
+        """The number of gradients whose arrival will change nothing else, so that their hooks only count them."""
+        self.were_summed = False
+        """True if any rank may hold sums of several microbatches."""
+        self._gradients_set = False
+        """True if gradients were ever set without autograd's accumulation."""
+        self._partial: InFlight[list[ReducedBucket]] | None = None
+        """The partial reduction over the shard axis, in flight or done, whose sum the next reduction includes."""
+
+        # Buckets, which the gather kinds make.
+        self.buckets: list[AnyBucket] = []
+        self.last_gather: AllGather | None = None
+        """The most recent all-gather of this group, or of several groups of which it is the first."""
+        self.kinds = {kind: kind(self) for kind in GATHER_KINDS}
+        self.is_offloaded = any(self.rest_device_of(p) != axes.device for p in self.parameters)
+        """True if any shard, and so its reduced gradient, is on another device than that of the modules."""
+        if is_new:  # else it is a copy, which ranks do not make together
+            for kind in self.kinds.values():
+                kind.reserve()
+        self.build()
+
     def rename(self, name: str) -> None:
         """Set the name, once the module's path in the model is known or has changed."""
-        self.name = self.gradients.name = name
+        self.name = name
         self.pre_forward_event = Event(Hook.PRE_FORWARD, name)
         self.post_forward_event = Event(Hook.POST_FORWARD, name)
 
     @property
-    def parameters(self) -> list[ShardedParameter]:
-        return self.tensors.parameters
+    def device(self) -> torch.device:
+        """The device on which modules compute."""
+        return self.axes.device
 
     @property
-    def buckets(self) -> list[AnyBucket]:
-        return self.tensors.buckets
-
-    @property
-    def plan(self) -> GroupPlan:
-        return self.tensors.plan
+    def on_gradient(self) -> Callable[[torch.Tensor], None]:
+        """The hook that autograd calls when a full gradient is ready."""
+        return gradient_hook(self)
 
     @property
     def was_flipped(self) -> bool:
         """True if ``requires_grad`` of a parameter has changed since the plan was made."""
-        return any(parameter.was_flipped for parameter in self.tensors.parameters)
+        return any(parameter.was_flipped for parameter in self.parameters)
 
     def copy_settings(self, other: ParamGroup) -> None:
         """Copy the settings and communicators of ``other``, of which this is a copy."""
-        self.gradients.copy_settings(other.gradients)
-        self.cut = other.cut
+        self.reduction, self.cut = other.reduction, other.cut
         for pgs, original in zip(self.process_groups, other.process_groups, strict=True):
             pgs.follow(original)
-        self.tensors.build()
+        self.build()
 
     def refresh(self) -> None:
         """Update after replaced local tensors and changes of ``requires_grad``, if the parameters are sharded.
 
-        Does nothing while gradients in the old layout are held: the next all-gather reduces them first.
+        Values that ``functional_call`` was given stay registered, until the sharded parameters are shown. Does nothing
+        while gradients in the old layout are held: the next all-gather reduces them first.
+
+        Raises:
+            ParameterError: a parameter was replaced by a tensor with another sharding. The error names it.
         """
-        if self.parameter_state is not ParameterState.SHARDED or self.tensors.registration.is_current:
+        if self.parameter_state is not ParameterState.SHARDED or self.registration.is_current:
             return
         self.check_data()
-        if self.gradients.state in HELD_GRADIENTS and any(parameter.was_flipped for parameter in self.parameters):
+        if self.gradient_state in HELD_GRADIENTS and self.was_flipped:
             return
-        self.tensors.refresh(self.check_nothing_held)
+        with torch.inference_mode(False), torch.no_grad():
+            given = [parameter for parameter in self.parameters if parameter.adopt_replacement()]
+            places = [(module._parameters, name) for parameter in given for module, name in parameter.owners]
+            values = [registered[name] for registered, name in places]
+            self._follow_changes()
+            for (registered, name), value in zip(places, values, strict=True):
+                registered[name] = value
 
     def allocate(self, device: torch.device | None) -> bool:
-        """Allocate shards that are on the meta device, on ``device`` or where they rest, without values.
+        """Allocate the shards, without values, if all are on the meta device, as one tensor for each bucket.
 
-        Returns False if this changed nothing.
+        ``None`` is the rest device of each. Returns False if that is not possible, and nothing has changed: parameters
+        must be replaced one by one, and :meth:`refresh` follows.
         """
-        is_free = self.parameter_state is ParameterState.SHARDED and self.gradients.state not in HELD_GRADIENTS
-        return is_free and self.tensors.allocate(device)
+        if self.parameter_state is not ParameterState.SHARDED or self.gradient_state in HELD_GRADIENTS:
+            return False
+        plain = all(isinstance(bucket, Bucket) for bucket in self.buckets)
+        blank = all(p.local.is_meta and p.sharded.grad is None for p in self.parameters)
+        devices = {p: device or self.rest_device_of(p) for p in self.parameters}
+        at_rest = all(self.rest_device_of(p).type == chosen.type for p, chosen in devices.items())
+        if not (at_rest and plain and blank and self.registration.is_current):
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            for bucket in self.buckets:
+                assert isinstance(bucket, Bucket)
+                bucket.replace_store(self.make_store(bucket.plan, devices[bucket.parameters[0]]))
+        self.last_gather = None
+        self.are_on_rest_device = True
+        self.register()
+        return True
 
     def check_data(self) -> None:
         """Raise a ``ParameterError`` that names the parameters whose ``p.data`` was assigned, if there are any."""
-        given = [parameter.name for parameter in self.tensors.registration.replaced_data()]
+        given = [parameter.name for parameter in self.registration.replaced_data()]
         if given:
             raise ParameterError(
                 f"parameters {given} of {self.name!r} were given other values by p.data = ..., which a sharded "
@@ -160,7 +353,7 @@ class ParamGroup:
         self.check_nothing_held()
         self.reshard()
         former = [bucket.scatter for bucket in self.buckets]
-        self.tensors.build()
+        self.build()
         for bucket in self.buckets:
             for scatter in former:
                 bucket.scatter.continue_from(scatter)
@@ -169,19 +362,19 @@ class ParamGroup:
         """Remove ``parameter``, whose places now hold a parameter of another group."""
         self.check_nothing_held()
         self.reshard()
-        self.tensors.parameters.remove(parameter)
+        self.parameters.remove(parameter)
         parameter.state_ref = None
-        self.tensors.build()
+        self.build()
 
     def register_at(self, parameter: ShardedParameter, places: Sequence[tuple[nn.Module, str]]) -> None:
         """Register ``parameter`` of this group on more modules."""
         self.reshard()
         parameter.owners = (*parameter.owners, *places)
-        self.tensors.register()
+        self.register()
 
     def check_nothing_held(self) -> None:
         """Raise ``LifecycleError`` if gradients are held, since new tensors would lose them."""
-        if self.gradients.state in HELD_GRADIENTS:
+        if self.gradient_state in HELD_GRADIENTS:
             raise LifecycleError(
                 f"{self.name!r} holds gradients that were accumulated and not delivered yet, which this change would "
                 "lose. Run a backward outside of no_sync first, or drop them with model.zero_grad()."
@@ -199,9 +392,184 @@ class ParamGroup:
                 p.precision.note_reduce_dtype(f"{p.name!r} of group {self.name!r}", p.compute_dtype, p.grad_dtype)
 
     def follow_patches(self) -> None:
-        """Update after hooks were set on local tensors, if the parameters are sharded."""
-        if self.parameter_state is ParameterState.SHARDED:
-            self.tensors.follow_patches()
+        """Rebuild if hooks were set on local tensors, or running statistics got another dtype, since the last build."""
+        if self.parameter_state is not ParameterState.SHARDED:
+            return
+        changed = any(kind.has_changed() for kind in self.kinds.values())
+        if changed or self._compute_dtypes != [p.compute_dtype for p in self.parameters]:
+            self.build()
+
+    # -- buckets
+
+    def rest_device_of(self, parameter: ShardedParameter) -> torch.device:
+        """Return the device of the shard of ``parameter`` between steps."""
+        return rest_device(parameter.offload, self.device)
+
+    @property
+    def version(self) -> int:
+        """A number that changes with ``requires_grad`` and with in-place changes of shards that torch counts.
+
+        Torch does not count those of fused and foreach optimizers.
+        """
+        memory = sum(tensor._version for bucket in self.buckets for tensor in bucket.versioned)
+        return memory + sum(p.sharded._version + p.was_flipped for p in self.parameters)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def build(self) -> None:
+        """Create shard stores, buckets and unsharded parameters for the current local tensors."""
+        self.find()
+        self.last_gather = None
+        self.plan = self._make_plan()
+        self.are_on_rest_device = not self._misplaced([p.local for p in self.parameters])
+        self.buckets = []  # frees their memory first
+        made_by = ((plan, plan.gather_claim) for plan in self.plan.buckets)
+        self.buckets = [self.kinds[c.kind].make(plan) if c else self.make_plain(plan) for plan, c in made_by]
+        self.register()
+
+    def find(self) -> None:
+        """Let the kinds look at the parameters, before they are asked for claims."""
+        for kind in self.kinds.values():
+            kind.find()
+
+    def make_plain(self, plan: BucketPlan, kind: type[Bucket] = Bucket) -> Bucket | InPlaceBucket:
+        """Make a bucket with a store of its shards: of class ``kind`` if it is gathered."""
+        store = self.make_store(plan)
+        chosen = kind if plan.is_gathered else InPlaceBucket
+        bucket = chosen(plan, self.parameters, self.process_groups[plan.axes], store, self.device)
+        self.fill(bucket, store.locals, [bucket.parameter_data(k) for k in range(len(plan.indices))])
+        bucket.free()
+        return bucket
+
+    def fill(self, bucket: AnyBucket, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
+        """Move the local tensors of a new bucket's parameters to ``shards``, and make unsharded ones of ``fulls``."""
+        on_gradient = self.on_gradient
+        for parameter, shard, full in zip(bucket.parameters, shards, fulls, strict=True):
+            if shard.is_meta and not parameter.local.is_meta:  # it stays until the others are materialized
+                continue
+            if not shard.is_meta:
+                shard.copy_(parameter.local)
+            parameter.set_local(shard)
+            parameter.build_unsharded(full, on_gradient)
+
+    def claim(self, parameter: ShardedParameter) -> GatherClaim | None:
+        claims = (kind.claim(parameter) for kind in self.kinds.values())
+        return next((claim for claim in claims if claim is not None), None)
+
+    def make_store(self, plan: BucketPlan, device: torch.device | None = None) -> ShardStore:
+        """Return memory on ``device`` for the shards of a bucket. ``None``: where they are, or on meta if any is."""
+        locals_, rank = [self.parameters[i].local for i in plan.indices], self.process_groups[plan.axes].axes.shard.rank
+        layout = plan.gather.store if plan.is_gathered or plan.gather_claim is not None else plan.gather.places
+        at = device or next((local.device for local in locals_ if local.is_meta), locals_[0].device)
+        flat = torch.empty(layout.numel, dtype=plan.dtype, device=at, pin_memory=plan.pins_memory and is_host(at))
+        if not flat.is_meta:
+            zero_padding(flat, layout, plan.gather.shards, rank)
+        return ShardStore(plan.gather.shards, layout, rank, flat)
+
+    def register(self) -> None:
+        """Register the sharded parameters on their owners."""
+        self._note_registration()
+        self.registration.show_sharded()
+
+    def _note_registration(self) -> None:
+        memory = [tensor for bucket in self.buckets for tensor in bucket.versioned]
+        created = any(bucket.creates_parameters for bucket in self.buckets)
+        self.registration = Registration(self.parameters, memory, created_by_gather=created)
+
+    def _make_plan(self) -> GroupPlan:
+        self._compute_dtypes = [p.compute_dtype for p in self.parameters]
+        specs, reduce_kinds = [], reduce_kinds_of(self.parameters)
+        axes = [pgs.axes for pgs in self.process_groups]
+        for p, compute_dtype in zip(self.parameters, self._compute_dtypes, strict=True):
+            reduce_dtype = p.precision.gradient_reduce_dtype(compute_dtype, p.grad_dtype)
+            specs.append(
+                ParameterSpec(
+                    name=p.name,
+                    shape=p.shape,
+                    dim=p.dim,
+                    dtype=p.dtype,
+                    compute_dtype=compute_dtype,
+                    reduce_dtype=reduce_dtype,
+                    gradient_dtype=p.grad_dtype or p.precision.reduce_dtype,
+                    trainable=p.sharded.requires_grad,
+                    axes=axes.index(p.sharding.axes),
+                    gather_claim=self.claim(p),
+                    reduce_kind=reduce_kinds.get(p),
+                    summed_before=p.sharding.inner is not None and p.sharding.inner.may_leave_sums,
+                    offload=p.offload if self.rest_device_of(p) != self.device else OffloadPolicy(),
+                    autograd_dtype=p.grad_dtype or reduce_dtype if p.has_grad_dtype else None,
+                )
+            )
+        specs = _promoted(specs) if all(p.precision.promotes for p in self.parameters) else specs
+        return plan_group(tuple(specs), tuple(pgs.plan_options() for pgs in self.process_groups))
+
+    def _follow_changes(self) -> None:
+        locals_ = self._locals()
+        are_kept = all(local is p.local for local, p in zip(locals_, self.parameters, strict=True))
+        if are_kept and not self.registration.replaced_local_data() and self._sync_requires_grad():
+            return
+        self.are_on_rest_device = not self._misplaced(locals_)
+        if len({local.is_meta for local in locals_}) > 1:
+            return  # some parameters are not materialized yet
+        self.check_nothing_held()
+        for local, parameter in zip(locals_, self.parameters, strict=True):
+            if local is not parameter.local:
+                for kind in self.kinds.values():
+                    kind.before_replacement(parameter, local)
+            parameter.local = local
+        self.build()
+
+    def _locals(self) -> list[torch.Tensor]:
+        return [local_part(p.sharded) for p in self.parameters]
+
+    def _misplaced(self, locals_: Sequence[torch.Tensor]) -> dict[str, tuple[torch.device, torch.device]]:
+        """Return the device and the rest device of each shard that is not where it rests, by name."""
+        devices = {
+            p.name: (local.device, self.rest_device_of(p)) for p, local in zip(self.parameters, locals_, strict=True)
+        }
+        return {
+            name: (device, rest_device)
+            for name, (device, rest_device) in devices.items()
+            if device.type != rest_device.type
+        }
+
+    def _sync_requires_grad(self) -> bool:
+        """Update the plan, unless it needs other buckets, as ``_promoted`` may say; return whether it did."""
+        changed = self._make_plan()
+        if [plan.indices for plan in changed.buckets] != [plan.indices for plan in self.plan.buckets]:
+            return False
+        self.plan, on_gradient = changed, self.on_gradient
+        for plan in self.plan.buckets:
+            for i in plan.indices:
+                self.parameters[i].sync_requires_grad(on_gradient)
+        for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
+            bucket.update_plan(plan)
+        self._note_registration()
+        return True
+
+    def _device_error(self) -> DeviceError:
+        """Return the error that names the parameters whose shards are on a wrong device."""
+        on_meta = [p.name for p, local in zip(self.parameters, self._locals(), strict=True) if local.is_meta]
+        if on_meta:
+            return DeviceError(
+                f"parameters of {self.name!r} are still on the meta device: {on_meta}. Before the first forward, "
+                "initialise them by composable_fsdp.initialize(model, seed=...); or call "
+                "composable_fsdp.to_empty(model, device=...) and load a state dict."
+            )
+        misplaced = self._misplaced(self._locals())
+        elsewhere = {name: str(device) for name, (device, _) in misplaced.items()}
+        if len({self.rest_device_of(p) for p in self.parameters}) > 1:
+            at_rest = {name: rest.type for name, (_, rest) in misplaced.items()}
+            return DeviceError(
+                f"shards of {self.name!r} are elsewhere than their offload policies say: {elsewhere}, not {at_rest}. "
+                "Leave out model.to(...): fully_shard has put each where it belongs."
+            )
+        rest = self.rest_device_of(self.parameters[0])
+        why = "are offloaded to CPU" if self.is_offloaded else f"rest on {rest.type}, the device of the mesh"
+        return DeviceError(
+            f"shards of {self.name!r} {why}, but these parameters are elsewhere: {elsewhere}. "
+            f"Move them with model.to({rest.type!r})."
+        )
 
     # -- parameters
 
@@ -209,10 +577,6 @@ class ParamGroup:
         """Set ``parameter_state`` to that after ``operation``, or raise a ``LifecycleError`` if it is not legal."""
         self.parameter_state = advance(PARAMETER_TRANSITIONS, self.parameter_state, operation, self.name)
         return self.parameter_state
-
-    def unshard(self, streams: CommStreams) -> None:
-        """Launch the all-gather, unless it is in flight or done."""
-        unshard_together(streams, (self,), f"all-gather of {self.name}")
 
     @property
     def unshard_started(self) -> bool:
@@ -222,19 +586,17 @@ class ParamGroup:
     @property
     def can_skip_unshard(self) -> bool:
         """True if the all-gather is in flight or done, and :meth:`unshard` has nothing else to do."""
-        return self.parameter_state in UNSHARD_STARTED and self.gradients.state not in HELD_GRADIENTS
+        return self.parameter_state in UNSHARD_STARTED and self.gradient_state not in HELD_GRADIENTS
 
-    def _needs_gather(self, streams: CommStreams) -> bool:
+    def needs_gather(self) -> bool:
         """Apply changes to the parameters, and return True if no all-gather is in flight or done."""
-        if self.gradients.state in HELD_GRADIENTS:
-            self._reduce_before_change(streams)
-        if not self.tensors.registration.is_current:
+        if not self.registration.is_current:
             self.refresh()
-        if not self.tensors.are_on_rest_device:
-            raise self.tensors.device_error(self.name)
+        if not self.are_on_rest_device:
+            raise self._device_error()
         return self.parameter_state not in UNSHARD_STARTED
 
-    def _begin_gather(self, pending: InFlight[None] | None, stream: str, begin: float | None) -> None:
+    def begin_gather(self, pending: InFlight[None] | None, stream: str, begin: float | None) -> None:
         """Record the all-gather ``pending``, or ``None`` for a group without parameters."""
         self._pending_gather, self._may_be_written = pending, False
         self.parameter_state = _AFTER_UNSHARD.get(self.parameter_state) or self.advance(_UNSHARD)
@@ -242,13 +604,6 @@ class ParamGroup:
             self.note_memory()
             moved = all_gather_wire_bytes(self.slices or self.buckets)
             trace.emit(trace.Operation.UNSHARD, self.name, moved.bytes, stream, begin, moved.plain_bytes)
-
-    def _reduce_before_change(self, streams: CommStreams) -> None:
-        """Reduce accumulated gradients if ``requires_grad`` has changed, since the next plan has another layout."""
-        if any(parameter.was_flipped for parameter in self.parameters):
-            launch = reduce_together((self.gradients,), streams)
-            if launch is not None:
-                launch.run().complete()
 
     def wait(self) -> None:
         """Wait for the all-gather and register the unsharded parameters."""
@@ -258,7 +613,7 @@ class ParamGroup:
             return
         begin = trace.now() if trace.listeners else None
         self.finish_gather()
-        self.tensors.registration.show_unsharded()
+        self.registration.show_unsharded()
         if trace.listeners:
             self.note_memory()
             trace.emit(trace.Operation.WAIT, self.name, 0, "", begin)
@@ -290,9 +645,9 @@ class ParamGroup:
 
         Its connections must be closed, so that nothing writes to the unsharded memory any more.
         """
-        self._pending_gather, self._may_be_written, self.tensors.last_gather = None, False, None
+        self._pending_gather, self._may_be_written, self.last_gather = None, False, None
         self.reshard()
-        for bucket in self.tensors.buckets:
+        for bucket in self.buckets:
             bucket.free()
 
     @without_grad
@@ -304,9 +659,9 @@ class ParamGroup:
         self._release()
 
     def _release(self) -> None:
-        self.tensors.registration.show_sharded()
+        self.registration.show_sharded()
         if not self._may_be_written:
-            for bucket in self.tensors.buckets:
+            for bucket in self.buckets:
                 bucket.free()
         if trace.listeners:
             self.note_memory()
@@ -320,115 +675,197 @@ class ParamGroup:
             trace.emit(operation, self.name, abs(held - self._noted_bytes))
         self._noted_bytes = held
 
+    # -- gradients
 
-def unshard_together(streams: CommStreams, groups: Sequence[ParamGroup], label: str) -> None:
-    """Launch one all-gather for those of ``groups`` that need it, called ``label`` in errors.
+    def holds_gradient_of(self, parameter: ShardedParameter) -> bool:
+        """Return whether ``parameter`` has a gradient that is not in its sharded one yet, after a backward."""
+        if self.gradient_state is GradientState.PARTIAL:
+            return parameter.trainable
+        own = parameter.accumulated is not None or parameter.unsharded.grad is not None
+        return self.gradient_state is GradientState.LOCAL and own
 
-    If this raises, their unsharded memory is freed, unless part of the all-gather is in flight.
-    """
-    needed = [group for group in groups if group._needs_gather(streams)]
-    buckets = [bucket for group in needed for bucket in group.slices or group.tensors.buckets]
-    pending, begin = None, None
-    if buckets:  # not, for example, a root whose parameters all belong to nested modules
-        begin = trace.now() if trace.listeners else None
-        first = needed[0]
-        gather = first.tensors.last_gather
-        if gather is None or not gather.is_of(buckets):
-            gather = AllGather(buckets, first.axes.device)
-            if not first.slices:  # these are others each time
-                first.tensors.last_gather = gather
-        gather.begin(label)
-        try:
-            # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
-            pending = streams.gather.run(
-                gather.launch, gather.finish, allocate=gather.allocate, prepare=gather.prepare, finish_in_wait=True
-            )
-        except BaseException:
-            if not gather.writes_to_places:
-                for bucket in (bucket for group in needed for bucket in group.tensors.buckets):
-                    bucket.free()
-            raise
-    for group in needed:
-        group._begin_gather(pending, streams.gather.name, begin)
+    def arrive(self, *, is_nested: bool) -> bool:
+        """Handle a new gradient of an unsharded parameter, except those counted by their hooks.
 
-
-class Launcher(Protocol):
-    """The verbs by which a root acts.
-
-    Those of a device are ``unshard_together`` (gather), ``ParamGroup.wait``, ``ParamGroup.reshard`` (free),
-    ``ParamGroup.shrink``, ``ReductionLaunch.run`` (reduce), and ``start`` and ``complete`` (finish) of
-    ``PendingReduction``.
-    """
-
-    streams: CommStreams
-    has_streams: bool
-    """False if the host waits for collectives."""
-
-    def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
-        """Launch one all-gather, called ``label`` in errors, of those of ``groups`` that are sharded."""
-        ...
-
-    def wait(self, group: ParamGroup) -> None:
-        """Wait for the all-gather of ``group`` and register its unsharded parameters."""
-        ...
-
-    def free(self, group: ParamGroup) -> None:
-        """Register the sharded parameters of ``group``, and free the unsharded ones."""
-        ...
-
-    def shrink(self, group: ParamGroup, mesh_size: int) -> None:
-        """Free ``group``, but keep a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
-        ...
-
-    def reduce(self, launch: ReductionLaunch) -> PendingReduction:
-        """Launch a reduction. If it has two stages, this is the first one."""
-        ...
-
-    def start(self, reduction: PendingReduction) -> None:
-        """Launch the second stage of ``reduction``, if it has one and that is not launched yet."""
-        ...
-
-    def finish(self, reduction: PendingReduction, unread: list[PendingReduction] | None = None) -> None:
-        """Wait for ``reduction``, and set the sharded gradients.
-
-        If the host would wait for flags, or ``unread`` has earlier reductions, append ``reduction`` to it instead.
+        With ``is_nested`` it comes from an autograd run inside that of the backward, as reentrant checkpoints have.
+        Return whether all gradients have arrived, in LOCAL.
         """
-        ...
+        if self.gradient_state is not _ARRIVING:
+            self.gradient_state = _AFTER_ACCUMULATE[self.gradient_state]
+        if is_nested:  # more gradients may follow
+            return False
+        num_trainable = self.plan.num_trainable
+        self._num_ready += 1
+        if self._num_ready >= num_trainable:
+            self._num_ready = 0
+            self.gradient_state = _AFTER_READY[self.gradient_state]
+            return True
+        self._ahead = num_trainable - 1 - self._num_ready
+        self._num_ready += self._ahead
+        return False
 
-    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when autograd has run the backward that runs now."""
-        ...
-
-
-class StreamLauncher:
-    """Launches on the streams of a device."""
-
-    def __init__(self, streams: CommStreams) -> None:
-        self.has_streams = streams.device.has_streams
-        self._streams = streams
-        self.wrap_verbs(None)
+    def complete_gradients(self) -> None:
+        """Note that all gradients of this backward have arrived."""
+        self._num_ready = 0
+        self._advance_gradients(GradientOperation.READY)
 
     @property
-    def streams(self) -> CommStreams:
-        return self._streams
+    def has_partial(self) -> bool:
+        """True if the next reduction includes sums over the shard axis."""
+        return self._partial is not None
 
-    @streams.setter
-    def streams(self, streams: CommStreams) -> None:
-        self._streams = streams
-        self.wrap_verbs(self._wrap)
+    def restore_partial(self, partial: InFlight[list[ReducedBucket]] | None) -> None:
+        self._partial = partial
 
-    def wrap_verbs(self, wrap: Callable[[str, Any], Any] | None) -> None:
-        """Let verbs be what ``wrap`` returns for their names and functions, or themselves."""
-        self._wrap, wrapped = wrap, wrap or (lambda _, verb: verb)
-        self.gather = wrapped("gather", partial(unshard_together, self._streams))
-        self.wait = wrapped("wait", ParamGroup.wait)
-        self.free = wrapped("free", ParamGroup.reshard)
-        self.reduce = wrapped("reduce", ReductionLaunch.run)
-        self.finish = wrapped("finish", PendingReduction.complete)
+    @property
+    def sums_are_in_flight(self) -> bool:
+        """True if the last reduction is one over the shard axis only, and not complete."""
+        return self._partial is not None and self.gradient_state is GradientState.REDUCING
 
-    shrink = staticmethod(ParamGroup.shrink)
-    start = staticmethod(PendingReduction.start)
+    def contribute(self) -> None:
+        """Take part in the next reduction even without gradients, since other ranks may have some."""
+        if self.plan.num_trainable and self.gradient_state is not GradientState.ARRIVING:
+            self._advance_gradients(GradientOperation.READY)
 
-    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
-        engine: Any = Variable._execution_engine
-        engine.queue_callback(callback)
+    def notice_gradients(self) -> None:
+        """Take part in the next reduction if a gradient was set without autograd's accumulation.
+
+        Pipelines that split backward add the gradients of weights to ``grad`` themselves.
+        """
+        parameters = (p for p in self.parameters if p.unsharded is not p.sharded)
+        if any(parameter.unsharded.grad is not None for parameter in parameters):
+            self._gradients_set = True
+            self.contribute()
+
+    def hold_set_gradients(self) -> None:
+        """Keep gradients that were set since the last backward, before autograd adds to them in their own dtype."""
+        if self.gradient_state not in LOCAL_GRADIENTS:
+            self.notice_gradients()
+        if self._gradients_set:
+            self._accumulate()
+
+    def hold_gradients(self) -> None:
+        """Keep this microbatch's gradients without reducing them, summed in the reduce dtype."""
+        self._reset_counters()
+        if self.gradient_state is GradientState.ARRIVING:
+            self._advance_gradients(GradientOperation.READY)
+        self._accumulate()
+
+    def _accumulate(self) -> None:
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.accumulate_gradient(bucket.plan.sum_dtype)
+
+    def held_gradients(self) -> dict[ShardedParameter, tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Return what is not in the sharded gradient yet, by parameter: the full gradient, and the shard of sums.
+
+        Either is ``None`` where there is none. Neither communicates, and both may be changed in place.
+        """
+        if self._partial is not None:
+            self._partial.wait()
+        if self.gradient_state is not GradientState.ARRIVING:
+            self._accumulate()  # what was set since the last backward
+        sums: dict[ShardedParameter, torch.Tensor] = {}
+        for bucket in self.buckets:
+            sums |= bucket.scatter.partial_shards()
+        found = {parameter: (parameter.held_gradient, sums.get(parameter)) for parameter in self.parameters}
+        return {parameter: parts for parameter, parts in found.items() if any(part is not None for part in parts)}
+
+    def zero_gradients(self, parameters: Sequence[ShardedParameter], *, set_to_none: bool) -> None:
+        """Set gradients of ``parameters`` that were not reduced to zero, or drop them with ``set_to_none``."""
+        held = self.held_gradients()
+        for parameter in parameters:
+            for part in held.get(parameter, ()):
+                if part is not None:
+                    part.zero_()
+            if set_to_none:
+                parameter.drop_gradient()
+        if set_to_none:
+            for bucket in self.buckets:
+                bucket.scatter.drop_partial_of(parameters)
+
+    def drop_gradients(self) -> None:
+        """Drop gradients that were not reduced, accumulated microbatches included."""
+        self._reset_counters()
+        for parameter in self.parameters:
+            parameter.drop_gradient()
+        for bucket in self.buckets:
+            bucket.scatter.drop_partial()
+        self._partial = None  # done, or failed: waiting again would raise again
+        self.were_summed = False
+        self._advance_gradients(GradientOperation.DROP)
+
+    def _reset_counters(self) -> None:
+        self._num_ready = self._ahead = 0
+
+    # -- reductions
+
+    def take_gradients(self) -> bool:
+        """Reset the counters for a reduction of the gradients. Return False if there are none."""
+        if self._partial is not None:
+            self._partial.wait()  # the reduction includes its result
+        before = self.gradient_state
+        self._reset_counters()
+        self.gradient_state = _AFTER_REDUCE[before]
+        return self.gradient_state is not before
+
+    def is_reduced_like(self, others: Sequence[ParamGroup]) -> bool:
+        """Return True if one message may have the gradients of this group and ``others``, by their settings."""
+        if self._partial is not None or self.reduction.all_reduce_hook is not None:
+            return False
+        return not any(map(_reduction_of(self).__ne__, map(_reduction_of, others)))
+
+    def reductions_of(self, scatters: Sequence[BucketReduceScatter]) -> list[BucketReduction]:
+        """Take the gradients of ``scatters``, and return their reductions."""
+        reductions = []
+        for scatter in scatters:
+            pgs = scatter.pgs
+            reduction = plan_reduction(
+                scatter.plan.sum_dtype,
+                pgs.axes.num_ranks,
+                averages=pgs.averages,
+                divide_factor=self.reduction.divide_factor if pgs.axes.divide is None else pgs.axes.divide,
+                sum_only=self.reduction.sum_only or scatter.own is not None,
+            )
+            buffers = scatter.prepare(reduction, were_summed=self.were_summed)
+            if buffers is not None:
+                divides_first = not self.reduction.sum_only and reduction.pre_divide == 1.0  # as FSDP2 does
+                reductions.append(
+                    BucketReduction(scatter, reduction, buffers, self.reduction.all_reduce_hook, divides_first)
+                )
+        return reductions
+
+    def begin_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool) -> None:
+        """Record the launch of ``pending``, the reduction of a backward."""
+        self.were_summed = False
+        self._partial = pending if partial else None
+
+    def end_reduction(self, *, partial: bool) -> None:
+        """Change the state after the reduction of a backward is done."""
+        operation = GradientOperation.KEEP if partial else _COMPLETE
+        self.gradient_state = advance(GRADIENT_TRANSITIONS, self.gradient_state, operation, self.name)
+
+    @property
+    def reduction_bytes(self) -> WireBytes:
+        """The bytes that the reduction sends."""
+        return reduce_scatter_wire_bytes(self.buckets, were_summed=self.were_summed)
+
+    @property
+    def scatters(self) -> list[BucketReduceScatter]:
+        return [bucket.scatter for bucket in self.buckets]
+
+    def _advance_gradients(self, operation: GradientOperation) -> None:
+        self.gradient_state = advance(GRADIENT_TRANSITIONS, self.gradient_state, operation, self.name)
+
+
+def _promoted(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    """Return ``specs`` with one reduce dtype for each pair of axes, to which those of trainable ones are promoted."""
+    widest: dict[int, torch.dtype] = {}
+    real = [spec.reduce_dtype.is_floating_point for spec in specs]
+    for spec in compress(specs, real):
+        if spec.trainable:
+            widest[spec.axes] = torch.promote_types(widest.get(spec.axes, spec.reduce_dtype), spec.reduce_dtype)
+    return [
+        replace(spec, reduce_dtype=widest.get(spec.axes, spec.reduce_dtype)) if is_real else spec
+        for spec, is_real in zip(specs, real, strict=True)
+    ]

@@ -20,11 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from composable_fsdp._core.backward import PassesUnderway
-from composable_fsdp._core.buckets import shard_full_tensor
 from composable_fsdp._core.context import dual_numbers, in_transform, layers_of, outside_callers_context, runs_outside
 from composable_fsdp._core.events import has_ended
-from composable_fsdp._core.gradients import AutogradTask
-from composable_fsdp._core.group import StreamLauncher
+from composable_fsdp._core.group import AutogradTask
+from composable_fsdp._core.launch import StreamLauncher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.params import (
     alias_of,
@@ -34,6 +33,7 @@ from composable_fsdp._core.params import (
     without_torch_function,
 )
 from composable_fsdp._core.pytree import CallInputs, InputView, cycle_error, map_tensors, tensors_in
+from composable_fsdp._core.registration import shard_full_tensor
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import HOOK_FRAMES, HOOK_WRAPPERS, OBSERVERS, HookHandles
 from composable_fsdp._core.state import (
@@ -378,7 +378,7 @@ class ModuleHooks:
         if not call.is_inner:
             for observe in call.root.observers.enter_call:
                 observe(call.root, call)
-            if state.group.tensors.registration.shows_others:
+            if state.group.registration.shows_others:
                 for observe in call.root.observers.enter_with_others:
                     observe(call.root, call)
             watched = torch.is_grad_enabled()

@@ -39,22 +39,13 @@ from composable_fsdp._core.context import (
     runs_outside,
     runs_unseen,
 )
-from composable_fsdp._core.events import (
-    HELD_GRADIENTS,
-    LOCAL_GRADIENTS,
-    ForwardRecord,
-    GradientState,
-    Hook,
-    ParameterState,
-    Pass,
-    Tape,
-)
-from composable_fsdp._core.gradients import AutogradTask
-from composable_fsdp._core.group import UNSHARD_STARTED, Launcher
+from composable_fsdp._core.events import HELD_GRADIENTS, LOCAL_GRADIENTS, GradientState, Hook, ParameterState, Pass
+from composable_fsdp._core.group import UNSHARD_STARTED, AutogradTask
+from composable_fsdp._core.launch import Launcher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.schedule import PlannedRun, Planner
 from composable_fsdp._core.seams import Observer, Observers
-from composable_fsdp._core.state import NO_RECORD, Accumulation, ForwardCall, FSDPState, alive
+from composable_fsdp._core.state import NO_RECORD, Accumulation, ForwardCall, ForwardRecord, FSDPState, Tape, alive
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.policies import ReshardKind
 
@@ -331,7 +322,7 @@ class Root:
         if self._pass is not BACKWARD:
             self._begin_backward()  # the output is the input
         state, run = call.state, call.first or call  # Note: run and call
-        is_arriving = state.group.gradients.state is _ARRIVING
+        is_arriving = state.group.gradient_state is _ARRIVING
         if call.tape is self.tape.events:
             call.tape.append(("post_backward", call.number, is_arriving, _current_task()))
         self.progress.leave(call)
@@ -356,7 +347,7 @@ class Root:
 
     def _end_backward(self, _: FSDPState) -> None:
         states = self.states.items()
-        arriving = [name for name, state in states if state.group.gradients.state is _ARRIVING]
+        arriving = [name for name, state in states if state.group.gradient_state is _ARRIVING]
         self.tape.end_backward(arriving)
         for observe in self.observers.end_backward:
             observe(self)
@@ -375,14 +366,14 @@ class Root:
 
     def _end_backward_of(self, state: FSDPState) -> None:
         """Reduce or hold what is left of ``state``'s gradients, and free or keep its parameters."""
-        state.open_calls, gradients = 0, state.group.gradients
-        if gradients.sums_are_in_flight and not state.keeps_partial:
+        state.open_calls, group = 0, state.group
+        if group.sums_are_in_flight and not state.keeps_partial:
             self.drain()  # this backward did not use the group, which holds the sums only then
-        if gradients.state in HELD_GRADIENTS:
+        if group.gradient_state in HELD_GRADIENTS:
             self.reduce_gradients(state, at_end=True)
         if state.options.accumulation is _SUM_UNSHARDED:
-            gradients.note_sums()
-        if state.group.parameter_state is _SHARDED:
+            group.were_summed = True
+        if group.parameter_state is _SHARDED:
             return
         if state.options.reshard_after_backward:
             self.launcher.free(state.group)
@@ -402,8 +393,8 @@ class Root:
         self.plans.begin_backward()
         self.queue.begin_backward()
         for state in self.states.values():
-            if state.group.gradients.were_summed:
-                state.group.gradients.hold_set()
+            if state.group.were_summed:
+                state.group.hold_set_gradients()
 
     def _is_reduced_after_backward(self, state: FSDPState) -> bool:
         """Return whether the post-backward of ``state`` will reduce its gradients, once its parameters are freed."""
@@ -460,11 +451,10 @@ class Root:
         for a fusion, with the last of its members; for the rest, ``at_end`` of backward, which also reduces what
         earlier backwards left partly reduced. Each caller is too early for some, and does nothing for these.
         """
-        gradients = state.group.gradients
-        is_local = gradients.state in LOCAL_GRADIENTS
-        if not is_local and not (at_end and gradients.state is _PARTIAL and not state.keeps_partial):
+        held = state.group.gradient_state
+        if held not in LOCAL_GRADIENTS and not (at_end and held is _PARTIAL and not state.keeps_partial):
             return
-        if gradients.state is _ARRIVING and not self.progress.was_seen(state):
+        if held is _ARRIVING and not self.progress.was_seen(state):
             raise unseen_output(state)
         if state.backward_wrappers.post_backward is None:
             self.queue.send(state, at_end=at_end)
@@ -569,10 +559,10 @@ class Root:
 
         Zero-bubble schedules of pipelines set those of weights so, if they find the weights.
         """
-        gradients = state.group.gradients
-        gradients.notice()
-        has_lost = gradients.state not in HELD_GRADIENTS and state.group.plan.num_trainable
-        if has_lost and gradients.were_summed and state in self.progress.reached:
+        group = state.group
+        group.notice_gradients()
+        has_lost = group.gradient_state not in HELD_GRADIENTS and group.plan.num_trainable
+        if has_lost and group.were_summed and state in self.progress.reached:
             warn_of_lost_gradients(state)
 
     def reset(self) -> None:
@@ -587,7 +577,7 @@ class Root:
             have_met |= observe(self)
         self.drain()
         for state in self.states.values():
-            state.group.gradients.drop()
+            state.group.drop_gradients()
             for parameter in state.group.parameters:
                 parameter.sharded.grad = None
         self._back_to_idle()
@@ -624,7 +614,7 @@ class Root:
 
     def has_shards_in(self, storages: Container[int]) -> bool:
         """Return whether any shard is in one of ``storages``, the C addresses of ``torch.UntypedStorage``."""
-        buckets = (bucket for state in self.states.values() for bucket in state.group.tensors.buckets)
+        buckets = (bucket for state in self.states.values() for bucket in state.group.buckets)
         return any(tensor.untyped_storage()._cdata in storages for bucket in buckets for tensor in bucket.versioned)
 
     # -- checks

@@ -9,11 +9,12 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from composable_fsdp._core.events import ForwardRecord, Hook, ParameterState, describe_groups
-from composable_fsdp._core.group import Launcher, ParamGroup
+from composable_fsdp._core.events import Hook, ParameterState, describe_groups
+from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.group_plan import SMALL_BYTES, GroupPlan
+from composable_fsdp._core.launch import Launcher
 from composable_fsdp._core.params import OptimizerSteps
-from composable_fsdp._core.state import FSDPState, Options, alive
+from composable_fsdp._core.state import ForwardRecord, FSDPState, Options, alive
 from composable_fsdp.policies import ReshardKind
 
 PREFETCH_LIMIT = 1
@@ -365,7 +366,7 @@ class Planner:
         if kept is None:
             return False
         has_stepped = kept.steps != self.steps.number and not kept.is_frozen
-        return has_stepped or kept.version != state.group.tensors.version or state.group.was_flipped
+        return has_stepped or kept.version != state.group.version or state.group.was_flipped
 
     def drop_stale(self, state: FSDPState) -> None:
         """Free ``state``, which stayed unsharded, if it is stale.
@@ -416,7 +417,7 @@ class Planner:
     def is_current(self) -> bool:
         """True if no option and no plan of a group has changed since :attr:`inputs` were made."""
         for state, options, plan, shared in self.inputs.sources:
-            if state.options is not options or state.group.tensors.plan is not plan or state.is_shared is not shared:
+            if state.options is not options or state.group.plan is not plan or state.is_shared is not shared:
                 return False
         return bool(self.inputs.sources)
 

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from composable_fsdp._core.gather import AnyBucket
-from composable_fsdp._core.gradients import (
-    WireBytes,
-    all_gather_wire_bytes,
-    reduce_scatter_wire_bytes,
-)
+from composable_fsdp._core.gather import AnyBucket, WireBytes, all_gather_wire_bytes, reduce_scatter_wire_bytes
 from composable_fsdp._core.hooks import root_of, states_of
 from composable_fsdp._core.memory import group_by_key
 from composable_fsdp._core.mesh import ProcessGroups

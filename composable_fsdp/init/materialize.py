@@ -17,10 +17,10 @@ from composable_fsdp._api.allocate_shards import allocated_shards
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.process_groups import broadcast_
 from composable_fsdp._consistency.verify_ranks import verify_same
-from composable_fsdp._core.buckets import ParamPlace, registered_buffers, registered_parameters
 from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.mesh import data_parallel_axes
 from composable_fsdp._core.params import ShardedParameter
+from composable_fsdp._core.registration import ParamPlace, registered_buffers, registered_parameters
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._core.state import FSDPState, Ignored, find_state, state_of_parameter
 from composable_fsdp.errors import ConfigurationError, ParameterError
@@ -119,8 +119,8 @@ def allocate_at_rest(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
     """Allocate meta parameters and buffers of ``model`` where they rest between steps, and return their names."""
     names = {name for name, tensor in _named_tensors(model) if tensor.is_meta}
     if names:
-        tensors = [state.group.tensors for state in states]
-        rest_devices = {id(p.sharded): each.rest_device_of(p) for each in tensors for p in each.parameters}
+        groups = [state.group for state in states]
+        rest_devices = {id(p.sharded): group.rest_device_of(p) for group in groups for p in group.parameters}
         here = states[0].group.axes.device if states else torch.get_default_device()
         with allocated_shards(model, None):
             _allocate_meta(

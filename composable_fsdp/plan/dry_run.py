@@ -3,7 +3,7 @@
 The launcher of a dry run only notes what it is told.
 
 A root and its calls record the events of the last step: hooks, with what they cannot look up. A dry group has the
-frozen plan of a real one, its state table and a ``ParamGroupGradients``, and no tensors. Observers that act on groups
+frozen plan of a real one, its state tables, and no parameters. Observers that act on groups
 (``is_replayed``) are attached to the dry root too.
 """
 
@@ -20,24 +20,13 @@ from weakref import ref
 
 import torch
 
-from composable_fsdp._core.events import (
-    HELD_GRADIENTS,
-    PARAMETER_TRANSITIONS,
-    Event,
-    ForwardRecord,
-    GradientState,
-    Hook,
-    ParameterOperation,
-    ParameterState,
-    Pass,
-    advance,
-)
-from composable_fsdp._core.gradients import ParamGroupGradients, ReductionLaunch
-from composable_fsdp._core.group import UNSHARD_STARTED, ParamGroup
+from composable_fsdp._core.events import Event, GradientState, Hook, ParameterOperation, ParameterState, Pass
+from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.group_plan import GroupPlan
+from composable_fsdp._core.launch import ReductionLaunch
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import OBSERVERS, Observer
-from composable_fsdp._core.state import BackwardWrappers, ForwardCall, FSDPState, Kept, Options, alive
+from composable_fsdp._core.state import BackwardWrappers, ForwardCall, ForwardRecord, FSDPState, Kept, Options, alive
 from composable_fsdp.errors import MissingNameError
 
 
@@ -246,16 +235,16 @@ class Snapshot:
         """
         groups = {}
         for name, state in root.states.items():
-            gradients, kept = state.group.gradients, state.kept
+            group, kept = state.group, state.kept
             groups[name] = GroupSnapshot(state.options, state.group.plan)
             if not at_rest:
                 has_changed = has_stepped and kept is not None and not kept.is_frozen
                 groups[name] = replace(
                     groups[name],
                     parameters=state.group.parameter_state,
-                    gradients=gradients.state,
-                    were_summed=gradients.were_summed,
-                    has_partial=gradients.has_partial,
+                    gradients=group.gradient_state,
+                    were_summed=group.were_summed,
+                    has_partial=group.has_partial,
                     is_kept=kept is not None,
                     is_frozen=kept is not None and kept.is_frozen,
                     is_stale=has_changed or root.plans.is_stale(state),
@@ -275,7 +264,7 @@ class Replay:
         self.steps: list[tuple[Event, list[Action]]] = []
         self._copies = {state: copy.copy(state) for state in real.states.values()}
         for state, dry in self._copies.items():
-            dry.group = cast(ParamGroup, DryGroup(state.group))
+            dry.group = DryGroup(state.group)
             dry.calls_under_way, dry.run, dry.open_calls, dry.backward_wrappers = [], None, 0, BackwardWrappers()
             dry.stays = None  # that of the last forward
         for state, dry in self._copies.items():
@@ -379,7 +368,7 @@ class Replay:
         self._enter_task(task)
         call = self._calls[number]
         if is_arriving:
-            cast(DryGroup, call.state.group).arrive()
+            call.state.group.arrive(is_nested=True)
         self._root.post_backward(call)
 
     def _gradient_ready(self, name: str, task: int) -> None:
@@ -387,69 +376,38 @@ class Replay:
         state = self._root.states[name]
         if not self._root.progress.was_seen(state):
             return  # the backward of a forward that is not on the tape
-        cast(DryGroup, state.group).arrive()
-        state.group.gradients.complete()
+        state.group.arrive(is_nested=True)
+        state.group.complete_gradients()
         self._root.gradient_ready(state)
 
     def _end_backward(self, arriving: Sequence[str]) -> None:
         self._task.is_around_another = False
         for name in arriving:
-            cast(DryGroup, self._root.states[name].group).arrive()
+            self._root.states[name].group.arrive(is_nested=True)
         self._root.end_backward()
 
 
 _SUMS = SimpleNamespace(wait=lambda: None)
 
 
-class DryTensors:
-    """The tensors of a dry group: none."""
+class DryGroup(ParamGroup):
+    """A group without parameters, with the name, the plan and the state tables of ``group``."""
+
+    was_flipped = False
 
     def __init__(self, group: ParamGroup) -> None:
-        self.plan, self.device, self.is_offloaded = group.plan, group.tensors.device, False
-        self.parameters: list[Any] = []
-        self.buckets: list[Any] = []
-        self.version = 0
-
-
-class DryGroup:
-    """The name, the plan and the state tables of ``group``."""
-
-    def __init__(self, group: ParamGroup) -> None:
-        self.name, self.axes, self.process_groups = group.name, group.axes, group.process_groups
-        self.pre_forward_event, self.post_forward_event = group.pre_forward_event, group.post_forward_event
-        self.tensors = DryTensors(group)
-        self.parameters = self.tensors.parameters
-        self.gradients = ParamGroupGradients(group.name, cast(Any, self.tensors))
-        self.parameter_state = ParameterState.SHARDED
-        self.was_flipped = False
-
-    @property
-    def plan(self) -> GroupPlan:
-        return self.tensors.plan
-
-    @property
-    def unshard_started(self) -> bool:
-        return self.parameter_state in UNSHARD_STARTED
-
-    @property
-    def can_skip_unshard(self) -> bool:
-        return self.unshard_started and self.gradients.state not in HELD_GRADIENTS
+        super().__init__(group.name, (), group.axes, parameters=())
+        self.plan, self.process_groups = group.plan, group.process_groups
 
     def change(self, operation: ParameterOperation) -> ParameterState | None:
         """Change the state, and return the one before; ``None`` if it has not changed."""
         before, self.was_flipped = self.parameter_state, False  # a gather makes the plan anew
-        self.parameter_state = advance(PARAMETER_TRANSITIONS, before, operation, self.name)
-        return None if self.parameter_state is before else before
-
-    def arrive(self) -> None:
-        """Note the arrival of a gradient."""
-        self.gradients.arrive(is_nested=True)
+        return None if self.advance(operation) is before else before
 
     def restore(self, snapshot: GroupSnapshot) -> None:
-        gradients, self.was_flipped = self.gradients, snapshot.was_flipped
-        self.tensors.plan, self.parameter_state = snapshot.plan, snapshot.parameters
-        gradients.state, gradients.were_summed = snapshot.gradients, snapshot.were_summed
-        gradients.restore_partial(cast(Any, _SUMS) if snapshot.has_partial else None)
+        self.plan, self.parameter_state, self.was_flipped = snapshot.plan, snapshot.parameters, snapshot.was_flipped
+        self.gradient_state, self.were_summed = snapshot.gradients, snapshot.were_summed
+        self.restore_partial(cast(Any, _SUMS) if snapshot.has_partial else None)
 
 
 class DryLauncher:

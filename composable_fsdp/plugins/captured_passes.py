@@ -45,12 +45,12 @@ class CapturedPasses(Observer):
 
 def _check(state: FSDPState) -> None:
     group = state.group
-    if group.tensors.is_offloaded:
+    if group.is_offloaded:
         raise capture_error(state.name, "the host waits for offloaded gradients", "Keep the parameters on the device.")
     if group.parameters and group.parameter_state is not ParameterState.SHARDED:
         text = "the parameters were gathered before the capture, and replays would not gather them again"
         raise capture_error(state.name, text, "Call reshard() before the capture.")
-    if group.gradients.state in HELD_GRADIENTS:
+    if group.gradient_state in HELD_GRADIENTS:
         text = "gradients of an earlier backward are not reduced, and each replay would add them again"
         raise capture_error(state.name, text, "Capture the backwards of all microbatches, or none of them.")
     if any(own is not None and own.remembers for own in (bucket.scatter.own for bucket in group.buckets)):

@@ -14,8 +14,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from composable_fsdp._core.buckets import ParamGroupBuckets
 from composable_fsdp._core.context import runs_outside
+from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.params import ShardedParameter, in_functional_call
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState
@@ -30,7 +30,7 @@ class FunctionalCalls(Observer):
     def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
         for state in root.states.values():
             state.stays = None
-            if state.group.unshard_started and state.group.tensors.registration.find_others() and in_functional_call():
+            if state.group.unshard_started and state.group.registration.find_others() and in_functional_call():
                 state.stays = True  # it will register the unsharded parameters again
 
     def enter_with_others(self, root: ObservedRoot, call: ForwardCall) -> None:
@@ -38,25 +38,25 @@ class FunctionalCalls(Observer):
             return
         if call.state.run is not None:  # else it is recomputed
             call.state.stays = call.state.stays or False
-        call.at_end = partial(_restore, _gather_given(call.state.group.tensors))
+        call.at_end = partial(_restore, _gather_given(call.state.group))
 
 
 @runs_outside
-def _gather_given(tensors: ParamGroupBuckets) -> list[tuple[dict[str, Any], str, Any]]:
+def _gather_given(group: ParamGroup) -> list[tuple[dict[str, Any], str, Any]]:
     """Register the full values of given ones that are sharded. Return these with their places.
 
     All ranks must call this together.
     """
     given: list[tuple[dict[str, Any], str, Any]] = []
     fulls: dict[int, Any] = {}  # tied weights have one value
-    for parameter in tensors.parameters:
+    for parameter in group.parameters:
         for module, name in parameter.owners:
             value = module._parameters.get(name)
             if value is None or value is parameter.unsharded:
                 continue
             if id(value) not in fulls:
                 with temporarily_clear_interpreter_stack():  # DTensor's functions refuse to run in transforms
-                    fulls[id(value)] = _full(parameter, value, tensors.device)
+                    fulls[id(value)] = _full(parameter, value, group.device)
             if fulls[id(value)] is not value:
                 given.append((module._parameters, name, value))
                 module._parameters[name] = fulls[id(value)]

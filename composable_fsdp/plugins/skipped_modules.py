@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from composable_fsdp._core import root as core
-from composable_fsdp._core.events import ForwardRecord, ParameterState, Pass
+from composable_fsdp._core.events import ParameterState, Pass
 from composable_fsdp._core.params import in_functional_call
 from composable_fsdp._core.seams import ObservedRoot, Observer
-from composable_fsdp._core.state import Accumulation, ForwardCall, FSDPState, find_state
+from composable_fsdp._core.state import Accumulation, ForwardCall, ForwardRecord, FSDPState, find_state
 from composable_fsdp.errors import LifecycleError
 
 __all__ = ["SkippedModules", "UnusedGroups"]
@@ -146,7 +146,7 @@ class _CurrentForward(Observer):
 def _contribute(root: ObservedRoot, state: FSDPState) -> None:
     """Reduce the gradients of ``state``, zeros for parameters without one."""
     if state.options.accumulation is not Accumulation.UNSHARDED:
-        state.group.gradients.contribute()
+        state.group.contribute()
     _core(root).reduce_gradients(state)
 
 
@@ -162,7 +162,7 @@ def _take(root: ObservedRoot, skipped: Iterable[SkippedGroup]) -> None:
             _core(root).unshard(state, root.plans.next_run(state), "forward")
         else:
             root.plans.end_run(state, comes_back=has_grad and bool(state.group.plan.specs))
-            if state.group.tensors.registration.shows_others and in_functional_call():
+            if state.group.registration.shows_others and in_functional_call():
                 state.stays = state.stays or False  # as where its module runs
             _core(root).free_after_forward(state, None, has_grad=has_grad)
 

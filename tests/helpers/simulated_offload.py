@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from composable_fsdp import CPUOffloadPolicy
-from tests._internals import BucketReduceScatter, buckets, core_gather, memory
+from tests._internals import BucketReduceScatter, core_gather, core_group, memory
 
 __all__ = ["simulated_offload"]
 
@@ -39,7 +39,7 @@ _finish_on_device = BucketReduceScatter.finish
 def simulated_offload() -> Iterator[None]:
     """Have ``CPUOffloadPolicy`` keep shards in pinned memory, and copy shards and gradients, on a CPU mesh."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(buckets, "rest_device", _rest_device))
+        stack.enter_context(mock.patch.object(core_group, "rest_device", _rest_device))
         stack.enter_context(mock.patch.object(core_gather, "cast_and_move", _cast_and_move))
         stack.enter_context(mock.patch.object(core_gather.Bucket, "cached_part", None))  # for shards on the device only
         stack.enter_context(mock.patch.object(BucketReduceScatter, "finish", _finish))

@@ -41,7 +41,7 @@ from tests._internals import (
     EncodedReduce,
     ModelParallel,
     OptimizerSteps,
-    ParamGroupGradients,
+    ParamGroup,
     Reduction,
     Root,
 )
@@ -309,9 +309,9 @@ def forget_kept_groups(self: Root, *args: object) -> object:
     return None
 
 
-def forget_held_gradients(self: ParamGroupGradients, *args: object) -> object:
-    ORIGINALS["hold"](self, *args)
-    for parameter in self._tensors.parameters:
+def forget_held_gradients(self: ParamGroup, *args: object) -> object:
+    ORIGINALS["hold_gradients"](self, *args)
+    for parameter in self.parameters:
         parameter.drop_gradient()
     return None
 
@@ -353,7 +353,7 @@ STEPS = SimpleNamespace()
 BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
     "finish": (BucketReduceScatter, forget_to_divide, "backward all", SOCKETS),
     "end_backward": (Root, forget_kept_groups, "keep always", SOCKETS),
-    "hold": (ParamGroupGradients, forget_held_gradients, "hold all", SOCKETS),
+    "hold_gradients": (ParamGroup, forget_held_gradients, "hold all", SOCKETS),
     "commit": (EncodedReduce, forget_residuals, "error feedback", SOCKETS),
     "prepare_gather": (Bucket, leave_out_a_rank, "Shard(d), d > 0", SOCKETS),
     "pack": (CachedMessage, leave_out_a_cached_rank, "backward all", SOCKETS),

@@ -144,7 +144,7 @@ def everything_is_kept() -> None:
         assert clone.get_parameter("head.weight").tag == "mine"  # type: ignore[attr-defined]
         assert clone.get_buffer("steps") is not model.get_buffer("steps")
         state, others = state_of(clone.layers[1]), state_of(clone.layers[0])
-        assert (state.group.gradients.divide_factor, state.options.reshard_after_backward) == (5.0, False)
+        assert (state.group.reduction.divide_factor, state.options.reshard_after_backward) == (5.0, False)
         assert (state.options.reshard.kind, state.options.reductions_in_flight) == (ReshardKind.NEVER, 7)
         assert others.options.forward_prefetch == (ref(state),)
         assert reads_shards(others) is None

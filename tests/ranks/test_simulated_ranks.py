@@ -23,6 +23,7 @@ from tests._internals import (
     ParamGroup,
     reduce_together,
     shard_over_axes,
+    unshard_together,
 )
 from tests.helpers.counted_collectives import counted_collectives
 
@@ -83,7 +84,7 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
         groups = build_groups_of_all_ranks(mesh, world, precision)
         for _ in range(2):
             for group in groups:
-                group.unshard(streams)
+                unshard_together(streams, (group,), "")
             for group in groups:
                 group.wait()
                 for parameter in group.parameters:
@@ -94,7 +95,7 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
                 torch.stack(products).sum().mul(rank + 1).backward()
                 group.reshard()
                 assert group.parameter_state is ParameterState.SHARDED
-            launches = [reduce_together((group.gradients,), streams) for group in groups]
+            launches = [reduce_together((group,), streams) for group in groups]
             pending = [launch.run() for launch in launches if launch is not None]
             assert len(pending) == size
             for reduction in pending:

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import AllGatherBuffers, Collective, CommStreams, Traits, Transfer, unshard_together
+from tests._internals import (
+    AllGatherBuffers,
+    Collective,
+    CommStreams,
+    GradientState,
+    Traits,
+    Transfer,
+    unshard_together,
+)
 
 CPU = torch.device("cpu")
 
@@ -58,12 +66,13 @@ class Group:
 
     name = "a"
     slices = ()
+    gradient_state = GradientState.NONE
 
     def __init__(self, buckets: list[Any]) -> None:
         self.axes = SimpleNamespace(device=CPU)
-        self.tensors = SimpleNamespace(buckets=buckets, last_gather=None)
+        self.buckets, self.last_gather = buckets, None
 
-    def _needs_gather(self, streams: CommStreams) -> bool:
+    def needs_gather(self) -> bool:
         return True
 
 

@@ -71,7 +71,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
         return
     for p, state in sharded_parameters(optimizer):
         found = find_parameter(p)
-        if found is not None and state.group.gradients.holds(found):
+        if found is not None and state.group.holds_gradient_of(found):
             raise LifecycleError(
                 f"{type(optimizer).__name__} has no gradients to step with: those of {found.name!r} are accumulated "
                 "and not reduced: each backward was inside of no_sync or after set_requires_gradient_sync(False), or "

@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.graph import increment_version
 
-from composable_fsdp._core.buckets import Registration, plain_shard
 from composable_fsdp._core.events import ParameterState, Pass, RunningPass
 from composable_fsdp._core.gather import AnyBucket
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.memory import Work
 from composable_fsdp._core.params import ShardedParameter
+from composable_fsdp._core.registration import Registration, plain_shard
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
@@ -63,14 +63,14 @@ class VersionCheck(Observer):
         reads = reads_shards(call.state) if _is_set else False
         if reads is not None and torch.is_grad_enabled():
             group = call.state.group
-            registration = group.tensors.registration
+            registration = group.registration
             call.seen = registration, registration.versions, _sums(group) if reads else None
 
     def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
         seen: _Seen | None = (call.first or call).seen
         if seen is not None:
             registration, versions, sums = seen
-            is_registered = registration is call.state.group.tensors.registration
+            is_registered = registration is call.state.group.registration
             if sums is not None or not is_registered or registration.versions != versions:
                 _compare(call.state.group, seen)
 
@@ -82,7 +82,7 @@ def _compare(group: ParamGroup, seen: _Seen) -> None:
         LifecycleError: parameters have changed since. The error names them.
     """
     registration, versions, sums = seen
-    registration_now = group.tensors.registration
+    registration_now = group.registration
     versions_now, sums_now = registration_now.versions, _sums(group) if sums is not None else None
     if registration_now is not registration:  # tensors were rebuilt, or requires_grad was changed
         versions_now = versions
@@ -189,7 +189,7 @@ class _WritesOfRoot(Observer):
             _keep_writes(root, state, known, compares_values=True)
 
     def _note(self, state: FSDPState) -> None:
-        registration, known = state.group.tensors.registration, self._known.get(state)
+        registration, known = state.group.registration, self._known.get(state)
         if known is None or known.registration is not registration:
             known = self._known[state] = _Known(registration)
         if known.versions != registration.unsharded_versions:

@@ -50,4 +50,4 @@ def _changed(root: ObservedRoot) -> list[tuple[ParamGroup, EncodedReduce]]:
 
 def _waits(group: ParamGroup) -> bool:
     """Return True if gradients wait for an optimizer, in the sharded parameters, or for a later reduction."""
-    return group.gradients.state in HELD_GRADIENTS or any(p.sharded.grad is not None for p in group.parameters)
+    return group.gradient_state in HELD_GRADIENTS or any(p.sharded.grad is not None for p in group.parameters)

@@ -27,10 +27,10 @@ import torch
 from composable_fsdp import trace
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.verify_ranks import verify_same
-from composable_fsdp._core.buckets import GatherKind, ParamGroupBuckets
 from composable_fsdp._core.comm import Collective
 from composable_fsdp._core.events import ParameterState, Pass
 from composable_fsdp._core.gather import AllGatherBuffers, InPlaceBucket
+from composable_fsdp._core.group import GatherKind, ParamGroup
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
 from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.memory import ShardStore, Work, contiguous_strides, is_host, view_at
@@ -48,7 +48,7 @@ _ALIGNMENT = 64
 class SharedParameters(GatherKind):
     """Keeps the full parameters of a group in shared memory, if :class:`Epochs` observes."""
 
-    def __init__(self, group: ParamGroupBuckets) -> None:
+    def __init__(self, group: ParamGroup) -> None:
         super().__init__(group)
         self.segments: dict[ProcessGroups, Segment] = {}
         self._places: dict[ShardedParameter, tuple[int, torch.dtype, torch.dtype]] = {}
@@ -389,7 +389,7 @@ class _EpochsOfRoot(Observer):
 
 
 def _segments_of(state: FSDPState) -> Iterator[Segment]:
-    kind = state.group.tensors.kinds.get(SharedParameters)
+    kind = state.group.kinds.get(SharedParameters)
     return iter(kind.segments.values() if isinstance(kind, SharedParameters) else ())
 
 

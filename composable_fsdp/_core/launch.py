@@ -1,0 +1,303 @@
+"""All-gathers and reductions of groups, alone or fused, and the launcher by whose verbs a root acts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import Variable
+
+from composable_fsdp import trace
+from composable_fsdp._core.events import HELD_GRADIENTS, describe_groups
+from composable_fsdp._core.gather import AllGather
+from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.group_plan import plan_group
+from composable_fsdp._core.memory import CommStreams, InFlight
+from composable_fsdp._core.params import accept_gradients
+from composable_fsdp._core.reduce import BucketReduceScatter, BucketReduction, ReducedBucket, stages_of
+
+
+def unshard_together(streams: CommStreams, groups: Sequence[ParamGroup], label: str) -> None:
+    """Launch one all-gather for those of ``groups`` that need it, called ``label`` in errors.
+
+    If this raises, their unsharded memory is freed, unless part of the all-gather is in flight.
+    """
+    needed = []
+    for group in groups:
+        if group.gradient_state in HELD_GRADIENTS and group.was_flipped:
+            launch = reduce_together((group,), streams)  # before the change, since the next plan has another layout
+            if launch is not None:
+                launch.run().complete()
+        if group.needs_gather():
+            needed.append(group)
+    buckets = [bucket for group in needed for bucket in group.slices or group.buckets]
+    pending, begin = None, None
+    if buckets:  # not, for example, a root whose parameters all belong to nested modules
+        begin = trace.now() if trace.listeners else None
+        first = needed[0]
+        gather = first.last_gather
+        if gather is None or not gather.is_of(buckets):
+            gather = AllGather(buckets, first.axes.device)
+            if not first.slices:  # these are others each time
+                first.last_gather = gather
+        gather.begin(label)
+        try:
+            # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
+            pending = streams.gather.run(
+                gather.launch, gather.finish, allocate=gather.allocate, prepare=gather.prepare, finish_in_wait=True
+            )
+        except BaseException:
+            if not gather.writes_to_places:
+                for bucket in (bucket for group in needed for bucket in group.buckets):
+                    bucket.free()
+            raise
+    for group in needed:
+        group.begin_gather(pending, streams.gather.name, begin)
+
+
+_is_offloaded = attrgetter("is_offloaded")
+
+
+def reduce_together(
+    members: Sequence[ParamGroup],
+    streams: CommStreams,
+    fused_buckets: FusedBuckets | None = None,
+    *,
+    partial: bool = False,
+) -> ReductionLaunch | None:
+    """Return the reduction of all gradients of ``members``. Groups without gradients are skipped; ``None`` if all are.
+
+    Args:
+        members: the groups.
+        streams: the streams to launch on.
+        fused_buckets: fuses the messages of several groups if possible.
+        partial: reduce over the shard axis only, and keep the sum, in the reduce dtype, for a later reduction.
+    """
+    taken = [member for member in members if member.take_gradients()]
+    return ReductionLaunch(taken, streams, fused_buckets, partial=partial) if taken else None
+
+
+class ReductionLaunch:
+    """A reduction that can be launched, with the arguments of :func:`reduce_together`.
+
+    Attributes:
+        nbytes: the gradient bytes, in the dtype of the sum.
+    """
+
+    __slots__ = ("_fused_buckets", "_streams", "members", "nbytes", "partial")
+
+    def __init__(
+        self,
+        members: Sequence[ParamGroup],
+        streams: CommStreams,
+        fused_buckets: FusedBuckets | None,
+        *,
+        partial: bool,
+    ) -> None:
+        self.members, self.partial = members, partial
+        self._streams, self._fused_buckets = streams, fused_buckets
+        self.nbytes = sum(member.plan.gradient_bytes for member in members)
+
+    def run(self) -> PendingReduction:
+        """Take the gradients and launch their reduction. May be called once."""
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            begin = trace.now() if trace.listeners else None
+            first, name = self.members[0], describe_groups([member.name for member in self.members])
+            pending: InFlight[Any] | None = None
+            for stage in stages_of(self._streams, self._reductions(), first.device, name, partial=self.partial):
+                pending = stage.stream.run(stage.launch, stage.finish, after=pending)
+            assert pending is not None
+            for member in self.members:
+                if trace.listeners:
+                    moved, stream = member.reduction_bytes, self._streams.reduce.name
+                    trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
+                member.begin_reduction(pending, partial=self.partial)
+            return PendingReduction(self, pending)
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
+
+    def _reductions(self) -> list[BucketReduction]:
+        first, *others = self.members
+        if others and self._fused_buckets is not None and not self.partial and first.is_reduced_like(others):
+            fused = first.reductions_of(self._fused_buckets.fuse(self.members))
+            if fused:
+                return fused
+        reductions: list[BucketReduction] = []
+        for member in self.members:  # no comprehension: it is a frame on the way of each step up to Python 3.11
+            reductions += member.reductions_of(member.scatters)
+        return reductions
+
+
+class PendingReduction:
+    """A reduction in flight. The queue that completes it owns it."""
+
+    def __init__(self, launch: ReductionLaunch, pending: InFlight[list[ReducedBucket]]) -> None:
+        self.launch = launch
+        self._pending = pending
+
+    def start(self) -> None:
+        """Launch the second stage, which waited for the first."""
+        self._pending.start()
+
+    def complete(self, unread: list[PendingReduction] | None = None) -> None:
+        """Wait, and set the sharded gradients; a partial reduction keeps its sums instead.
+
+        Args:
+            unread: earlier reductions that wait for the host. If there are any, or if flags would block the host, only
+                the stream waits: this reduction holds no buffers then, and joins them.
+        """
+        launch, begin = self.launch, trace.now() if trace.listeners else None
+        offloaded = any(map(_is_offloaded, launch.members))
+        reduced = self._pending.synchronize() if offloaded else self._pending.wait()
+        if unread is not None and (unread or any(bucket.may_come_later for bucket in reduced)):
+            unread.append(self)
+            return
+        try:
+            for bucket in reduced:
+                if bucket.flags is not None:
+                    self._pending.synchronize()
+                    bucket = bucket.select()
+                accept_gradients(bucket.parameters, bucket.gradients)
+        except RuntimeError:
+            for parameter in (parameter for bucket in reduced for parameter in bucket.parameters):
+                parameter.check_grad_dtype()  # the cause, if that of torch's error
+            raise
+        for member in launch.members:
+            member.end_reduction(partial=launch.partial)
+            if trace.listeners and not launch.partial:
+                trace.emit(trace.Operation.REDUCED, member.name, begin=begin)
+
+
+class FusedBuckets:
+    """Creates and caches the fused buckets of groups.
+
+    Invariant: the buckets keep only layouts from step to step, no values.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[ParamGroup, tuple[list[object], tuple[BucketReduceScatter, ...]]] = {}
+        """The groups, plans and communicators of which buckets are made, and these, by the first group."""
+
+    def fuse(self, members: Sequence[ParamGroup]) -> Sequence[BucketReduceScatter]:
+        """Return fused buckets for all parameters of ``members``, or none if these cannot share messages.
+
+        They cannot if their process groups differ, or if gradients have a reduce kind. The result is the same on
+        every rank.
+        """
+        made_of: list[object] = [part for t in members for part in (t, t.plan, t.process_groups[0].scatter)]
+        known = self._known.get(members[0])
+        if known is None or known[0] != made_of:
+            known = self._known[members[0]] = (made_of, _fuse(members))
+        return known[1]
+
+
+def _has_same_route(first: ParamGroup, other: ParamGroup) -> bool:
+    """Return True if the gradients of both groups have the same communicators."""
+    one, another = first.process_groups[0], other.process_groups[0]
+    return (
+        one.scatter == another.scatter and one.replicate == another.replicate and one.axes.divide == another.axes.divide
+    )
+
+
+def _is_plain(group: ParamGroup) -> bool:
+    """Return True if no gradient has a kind or hooks, and all have the same pair of mesh axes."""
+    one_pair = len(group.process_groups) == 1
+    return one_pair and not any(b.scatter.own is not None or b.creates_parameters for b in group.buckets)
+
+
+def _fuse(members: Sequence[ParamGroup]) -> tuple[BucketReduceScatter, ...]:
+    first, pgs = members[0], members[0].process_groups[0]
+    if not all(_has_same_route(first, group) and _is_plain(group) for group in members):
+        return ()
+    specs = tuple(spec for group in members for spec in group.plan.specs)
+    parameters = [parameter for group in members for parameter in group.parameters]
+    return tuple(
+        BucketReduceScatter(
+            plan,
+            [parameters[i] for i in plan.indices],
+            pgs,
+            first.device,
+            parameters[plan.indices[0]].local.device,
+            pin_memory=plan.pins_memory,
+        )
+        for plan in plan_group(specs, (pgs.plan_options(),)).buckets
+    )
+
+
+class Launcher(Protocol):
+    """The verbs by which a root acts.
+
+    Those of a device are ``unshard_together`` (gather), ``ParamGroup.wait``, ``ParamGroup.reshard`` (free),
+    ``ParamGroup.shrink``, ``ReductionLaunch.run`` (reduce), and ``start`` and ``complete`` (finish) of
+    ``PendingReduction``.
+    """
+
+    streams: CommStreams
+    has_streams: bool
+    """False if the host waits for collectives."""
+
+    def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
+        """Launch one all-gather, called ``label`` in errors, of those of ``groups`` that are sharded."""
+
+    def wait(self, group: ParamGroup) -> None:
+        """Wait for the all-gather of ``group`` and register its unsharded parameters."""
+
+    def free(self, group: ParamGroup) -> None:
+        """Register the sharded parameters of ``group``, and free the unsharded ones."""
+
+    def shrink(self, group: ParamGroup, mesh_size: int) -> None:
+        """Free ``group``, but keep a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
+
+    def reduce(self, launch: ReductionLaunch) -> PendingReduction:
+        """Launch a reduction. If it has two stages, this is the first one."""
+
+    def start(self, reduction: PendingReduction) -> None:
+        """Launch the second stage of ``reduction``, if it has one and that is not launched yet."""
+
+    def finish(self, reduction: PendingReduction, unread: list[PendingReduction] | None = None) -> None:
+        """Wait for ``reduction``, and set the sharded gradients.
+
+        If the host would wait for flags, or ``unread`` has earlier reductions, append ``reduction`` to it instead.
+        """
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when autograd has run the backward that runs now."""
+
+
+class StreamLauncher:
+    """Launches on the streams of a device."""
+
+    def __init__(self, streams: CommStreams) -> None:
+        self.has_streams = streams.device.has_streams
+        self._streams = streams
+        self.wrap_verbs(None)
+
+    @property
+    def streams(self) -> CommStreams:
+        return self._streams
+
+    @streams.setter
+    def streams(self, streams: CommStreams) -> None:
+        self._streams = streams
+        self.wrap_verbs(self._wrap)
+
+    def wrap_verbs(self, wrap: Callable[[str, Any], Any] | None) -> None:
+        """Let verbs be what ``wrap`` returns for their names and functions, or themselves."""
+        self._wrap, wrapped = wrap, wrap or (lambda _, verb: verb)
+        self.gather = wrapped("gather", partial(unshard_together, self._streams))
+        self.wait = wrapped("wait", ParamGroup.wait)
+        self.free = wrapped("free", ParamGroup.reshard)
+        self.reduce = wrapped("reduce", ReductionLaunch.run)
+        self.finish = wrapped("finish", PendingReduction.complete)
+
+    shrink = staticmethod(ParamGroup.shrink)
+    start = staticmethod(PendingReduction.start)
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(callback)
