@@ -38,7 +38,7 @@ PARTS = {
     "on_output_gradient": "before backward",
     "hook": "gradients",
     "on_last_input_gradient": "after backward",
-    "unshard_together": "gathers",
+    "gather": "gathers",
 }
 """The functions of the library that begin a part of a step, and what the table calls it. The rest is the end."""
 

@@ -128,7 +128,7 @@ if TYPE_CHECKING:
         plan_group,
     )
     from composable_fsdp._core.hooks import root_of
-    from composable_fsdp._core.launch import reduce_together, unshard_together
+    from composable_fsdp._core.launch import StreamLauncher, reduce_together
     from composable_fsdp._core.layout import (
         ALIGNMENT_BYTES,
         NEVER_ZERO_COPY,

@@ -119,14 +119,14 @@ class Progress:
         number: the number of this backward. Calls store it when backward reaches them.
         reached: the states that this backward, or the last one, reached through an output with a hook.
         is_in_forward: this backward is inside of a forward.
-        is_plain: its last pre-backward was outside of contexts of the caller, and no observer is told of hooks.
+        is_unobserved: its last pre-backward was outside of contexts of the caller, and no observer is told of hooks.
         task: autograd's task, inside which reentrant checkpoints begin others.
     """
 
     def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps, task: AutogradTask) -> None:
         self.number = 0
         self.reached: set[FSDPState] = set()
-        self.is_in_forward = self.is_plain = False
+        self.is_in_forward = self.is_unobserved = False
         self.task = task
         self._states = states
         self._steps, self._seen_steps = steps, steps.number
@@ -236,7 +236,7 @@ class ReductionQueue:
     """The reductions of one root, in the order of their launch. Each holds memory until it is finished."""
 
     def __init__(self, launcher: Launcher, plans: Planner) -> None:
-        self._launcher, self._plans = launcher, plans
+        self.launcher, self._plans = launcher, plans
         self._in_flight: deque[PendingReduction] = deque()
         self._unread: list[PendingReduction] = []
         """Reductions before those in flight, which hold no buffers any more. Flags of the first block the host."""
@@ -296,7 +296,7 @@ class ReductionQueue:
             for member in together:
                 if member.gradient_state not in LOCAL_GRADIENTS:
                     member.contribute()
-        launch = reduce_together(together, self._launcher.streams, self._fused_buckets, partial=partial)
+        launch = reduce_together(together, self.launcher.streams, self._fused_buckets, partial=partial)
         if launch is not None:
             self._launch(launch)
 
@@ -305,7 +305,7 @@ class ReductionQueue:
         if any(reduction.launch.partial for reduction in (*self._unread, *self._in_flight)):
             self.drain()  # the sums are held only then
         for state in states:
-            launch = reduce_together([state.group], self._launcher.streams)
+            launch = reduce_together([state.group], self.launcher.streams)
             if launch is not None:
                 self._launch(launch)
 
@@ -323,7 +323,7 @@ class ReductionQueue:
         self._in_flight.extendleft(reversed(self._unread))
         self._unread.clear()
         while self._in_flight:
-            self._launcher.finish(self._in_flight.popleft())
+            self.launcher.finish(self._in_flight.popleft())
 
     def abandon(self) -> None:
         """Forget all reductions in flight, which will not complete."""
@@ -347,8 +347,8 @@ class ReductionQueue:
         The host does not wait for flags to make room.
         """
         while self._in_flight and self._is_full(launch):
-            self._launcher.finish(self._in_flight.popleft(), self._unread if self._launcher.has_streams else None)
-        reduction = self._launcher.reduce(launch)
+            self.launcher.finish(self._in_flight.popleft(), self._unread if self.launcher.has_streams else None)
+        reduction = self.launcher.reduce(launch)
         self._start()
         self._in_flight.append(reduction)
 
@@ -372,7 +372,7 @@ class ReductionQueue:
         """
         for _ in range(len(self._in_flight)):
             reduction = self._in_flight.popleft()
-            self._launcher.start(reduction)
+            self.launcher.start(reduction)
             self._in_flight.append(reduction)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -18,47 +17,6 @@ from composable_fsdp._core.group_plan import plan_group
 from composable_fsdp._core.memory import CommStreams, InFlight
 from composable_fsdp._core.params import accept_gradients
 from composable_fsdp._core.reduce import BucketReduceScatter, BucketReduction, ReducedBucket, stages_of
-
-
-def unshard_together(streams: CommStreams, groups: Sequence[ParamGroup], label: str) -> None:
-    """Launch one all-gather for those of ``groups`` that need it, called ``label`` in errors.
-
-    If this raises, their unsharded memory is freed, unless part of the all-gather is in flight.
-    """
-    needed = []
-    for group in groups:
-        if group.gradient_state in HELD_GRADIENTS and group.was_flipped:
-            launch = reduce_together((group,), streams)  # before the change, since the next plan has another layout
-            if launch is not None:
-                launch.run().complete()
-        if group.needs_gather():
-            needed.append(group)
-    buckets = [bucket for group in needed for bucket in group.slices or group.buckets]
-    pending, begin = None, None
-    if buckets:  # not, for example, a root whose parameters all belong to nested modules
-        begin = trace.now() if trace.listeners else None
-        first = needed[0]
-        gather = first.last_gather
-        if gather is None or not gather.is_of(buckets):
-            gather = AllGather(buckets, first.axes.device)
-            if not first.slices:  # these are others each time
-                first.last_gather = gather
-        gather.begin(label)
-        try:
-            # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
-            pending = streams.gather.run(
-                gather.launch, gather.finish, allocate=gather.allocate, prepare=gather.prepare, finish_in_wait=True
-            )
-        except BaseException:
-            if not gather.writes_to_places:
-                for bucket in (bucket for group in needed for bucket in group.buckets):
-                    bucket.free()
-            raise
-    for group in needed:
-        group.begin_gather(pending, streams.gather.name, begin)
-
-
-_is_offloaded = attrgetter("is_offloaded")
 
 
 def reduce_together(
@@ -152,7 +110,7 @@ class PendingReduction:
                 the stream waits: this reduction holds no buffers then, and joins them.
         """
         launch, begin = self.launch, trace.now() if trace.listeners else None
-        offloaded = any(map(_is_offloaded, launch.members))
+        offloaded = any(member.is_offloaded for member in launch.members)
         reduced = self._pending.synchronize() if offloaded else self._pending.wait()
         if unread is not None and (unread or any(bucket.may_come_later for bucket in reduced)):
             unread.append(self)
@@ -230,12 +188,7 @@ def _fuse(members: Sequence[ParamGroup]) -> tuple[BucketReduceScatter, ...]:
 
 
 class Launcher(Protocol):
-    """The verbs by which a root acts.
-
-    Those of a device are ``unshard_together`` (gather), ``ParamGroup.wait``, ``ParamGroup.reshard`` (free),
-    ``ParamGroup.shrink``, ``ReductionLaunch.run`` (reduce), and ``start`` and ``complete`` (finish) of
-    ``PendingReduction``.
-    """
+    """The verbs by which a root acts: :class:`StreamLauncher` on a device, and a dry run without one."""
 
     streams: CommStreams
     has_streams: bool
@@ -270,33 +223,57 @@ class Launcher(Protocol):
 
 
 class StreamLauncher:
-    """Launches on the streams of a device."""
+    """Launches on ``streams``, those of a device."""
 
     def __init__(self, streams: CommStreams) -> None:
+        self.streams = streams
         self.has_streams = streams.device.has_streams
-        self._streams = streams
-        self.wrap_verbs(None)
 
-    @property
-    def streams(self) -> CommStreams:
-        return self._streams
+    def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
+        """Launch one all-gather for those of ``groups`` that need it, called ``label`` in errors.
 
-    @streams.setter
-    def streams(self, streams: CommStreams) -> None:
-        self._streams = streams
-        self.wrap_verbs(self._wrap)
+        If this raises, their unsharded memory is freed, unless part of the all-gather is in flight.
+        """
+        needed = []
+        for group in groups:
+            if group.gradient_state in HELD_GRADIENTS and group.was_flipped:
+                launch = reduce_together((group,), self.streams)  # first, as the next plan has another layout
+                if launch is not None:
+                    launch.run().complete()
+            if group.needs_gather():
+                needed.append(group)
+        buckets = [bucket for group in needed for bucket in group.slices or group.buckets]
+        pending, begin = None, None
+        if buckets:  # not, for example, a root whose parameters all belong to nested modules
+            begin = trace.now() if trace.listeners else None
+            first = needed[0]
+            gather = first.last_gather
+            if gather is None or not gather.is_of(buckets):
+                gather = AllGather(buckets, first.axes.device)
+                if not first.slices:  # these are others each time
+                    first.last_gather = gather
+            gather.begin(label)
+            try:
+                # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
+                pending = self.streams.gather.run(
+                    gather.launch, gather.finish, allocate=gather.allocate, prepare=gather.prepare, finish_in_wait=True
+                )
+            except BaseException:
+                if not gather.writes_to_places:
+                    for bucket in (bucket for group in needed for bucket in group.buckets):
+                        bucket.free()
+                raise
+        for group in needed:
+            group.begin_gather(pending, self.streams.gather.name, begin)
 
-    def wrap_verbs(self, wrap: Callable[[str, Any], Any] | None) -> None:
-        """Let verbs be what ``wrap`` returns for their names and functions, or themselves."""
-        self._wrap, wrapped = wrap, wrap or (lambda _, verb: verb)
-        self.gather = wrapped("gather", partial(unshard_together, self._streams))
-        self.wait = wrapped("wait", ParamGroup.wait)
-        self.free = wrapped("free", ParamGroup.reshard)
-        self.reduce = wrapped("reduce", ReductionLaunch.run)
-        self.finish = wrapped("finish", PendingReduction.complete)
+    _is_offloaded = attrgetter("is_offloaded")
 
+    wait = staticmethod(ParamGroup.wait)
+    free = staticmethod(ParamGroup.reshard)
     shrink = staticmethod(ParamGroup.shrink)
+    reduce = staticmethod(ReductionLaunch.run)
     start = staticmethod(PendingReduction.start)
+    finish = staticmethod(PendingReduction.complete)
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         engine: Any = Variable._execution_engine

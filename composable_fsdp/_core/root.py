@@ -55,6 +55,8 @@ _current_task = torch._C._current_graph_task_id
 IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
 _SUM_UNSHARDED, _SHARDED = Accumulation.UNSHARDED, ParameterState.SHARDED
 _ARRIVING, _LOCAL, _PARTIAL = GradientState.ARRIVING, GradientState.LOCAL, GradientState.PARTIAL
+_PRE_FORWARD, _POST_FORWARD, _PRE_BACKWARD = Hook.PRE_FORWARD, Hook.POST_FORWARD, Hook.PRE_BACKWARD
+_WITHIN_BACKWARD = _GRAD_READY, _POST_BACKWARD = Hook.GRAD_READY, Hook.POST_BACKWARD
 _NEVER, _AUTO, _SMALLER = ReshardKind.NEVER, ReshardKind.AUTO, ReshardKind.SMALLER
 
 
@@ -110,16 +112,21 @@ class Root:
 
     # -- around every hook
 
-    def _begin_hook(self) -> bool:
-        """Tell observers if a pass may begin. Return whether the hook needs no :meth:`_observed` around its work.
+    def _around(self, hook: Hook, work: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return ``work`` of ``hook``, or :meth:`_observed` around it if a context of the caller or an observer asks.
 
-        Inside of BACKWARD, the answer of the last :meth:`pre_backward` holds.
+        Tell observers if a pass may begin. Inside of BACKWARD, the answer for the last pre-backward holds.
         """
+        if self._pass is BACKWARD and hook in _WITHIN_BACKWARD:
+            return work if self.progress.is_unobserved else functools.partial(self._observed, hook, work)
         if self._pass is IDLE:
             for observe in self.observers.before_first_hook:
                 observe(self)
         is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
-        return not (is_in_context or self.observers.before_hook or self.observers.after_hook)
+        is_unobserved = not (is_in_context or self.observers.before_hook or self.observers.after_hook)
+        if hook is _PRE_BACKWARD or hook in _WITHIN_BACKWARD:
+            self.progress.is_unobserved = is_unobserved
+        return work if is_unobserved else functools.partial(self._observed, hook, work)
 
     @runs_outside
     def _observed(self, hook: Hook, work: Callable[[Any], None], subject: Any) -> None:
@@ -139,10 +146,7 @@ class Root:
         if state is self._outermost or self._pass is BACKWARD:
             self._check_alive(state)
         if state.run is None:  # else another module of the group ran before, and shares its run
-            if self._begin_hook():
-                self._begin_run(state)
-            else:
-                self._observed(Hook.PRE_FORWARD, self._begin_run, state)
+            self._around(_PRE_FORWARD, self._begin_run)(state)
         call = state.calls_under_way[-1]
         call.tape = tape = self.tape.events if self._pass is BACKWARD else self.tape.of_forward
         call.number = len(tape)
@@ -175,10 +179,7 @@ class Root:
             run.remaining.discard(module_id)
         if has_grad:
             call.is_recomputed = self._pass is BACKWARD
-        if self._begin_hook():
-            self._end_run(call)
-        else:
-            self._observed(Hook.POST_FORWARD, self._end_run, call)
+        self._around(_POST_FORWARD, self._end_run)(call)
         if has_grad and run.position < 0:  # not in the record of a forward: backward serves it eagerly
             run.record, run.position = ForwardRecord(), 0
         return has_grad
@@ -201,10 +202,7 @@ class Root:
         state.run = None
         self.free_after_forward(state, run.planned, has_grad=has_grad)
         if is_outermost:
-            if self._begin_hook():
-                self._end_forward(state)
-            else:
-                self._observed(Hook.END_FORWARD, self._end_forward, state)
+            self._around(Hook.END_FORWARD, self._end_forward)(state)
 
     def _begin_forward(self, state: FSDPState, call: ForwardCall) -> None:
         self._pass, self._outermost = FORWARD, state
@@ -266,11 +264,7 @@ class Root:
     def pre_backward(self, call: ForwardCall) -> None:
         """A gradient reached an output of ``call``."""
         if self._pass is not BACKWARD or call.entered != self.progress.number:  # else one reached another output
-            self.progress.is_plain = self._begin_hook()
-            if self.progress.is_plain:
-                self._enter_backward(call)
-            else:
-                self._observed(Hook.PRE_BACKWARD, self._enter_backward, call)
+            self._around(_PRE_BACKWARD, self._enter_backward)(call)
 
     def _enter_backward(self, call: ForwardCall) -> None:
         if self._pass is not BACKWARD:
@@ -289,12 +283,7 @@ class Root:
 
     def gradient_ready(self, state: FSDPState) -> None:
         """The gradients of ``state`` are complete."""
-        if self._pass is not BACKWARD:
-            self.progress.is_plain = self._begin_hook()
-        if self.progress.is_plain:
-            self._reduce_ready(state)
-        else:
-            self._observed(Hook.GRAD_READY, self._reduce_ready, state)
+        self._around(_GRAD_READY, self._reduce_ready)(state)
 
     def _reduce_ready(self, state: FSDPState) -> None:
         if self._pass is not BACKWARD:
@@ -311,12 +300,7 @@ class Root:
 
     def post_backward(self, call: ForwardCall) -> None:
         """The gradients of the inputs of ``call``, and of its use of the parameters, are complete."""
-        if self._pass is not BACKWARD:
-            self.progress.is_plain = self._begin_hook()
-        if self.progress.is_plain:
-            self._leave_backward(call)
-        else:
-            self._observed(Hook.POST_BACKWARD, self._leave_backward, call)
+        self._around(_POST_BACKWARD, self._leave_backward)(call)
 
     def _leave_backward(self, call: ForwardCall) -> None:
         if self._pass is not BACKWARD:
@@ -340,10 +324,7 @@ class Root:
 
     def end_backward(self) -> None:
         """Autograd has run the backward: reduce what is left, reshard, and wait if this is the step's last one."""
-        if self._begin_hook():
-            self._end_backward(self.root_state)
-        else:
-            self._observed(Hook.END_BACKWARD, self._end_backward, self.root_state)
+        self._around(Hook.END_BACKWARD, self._end_backward)(self.root_state)
 
     def _end_backward(self, _: FSDPState) -> None:
         states = self.states.items()
@@ -462,6 +443,10 @@ class Root:
             state.backward_wrappers.post_backward(functools.partial(self.queue.send, state, at_end=at_end))
 
     # -- between passes
+
+    def act_by(self, launcher: Launcher) -> None:
+        """Let ``launcher`` do what this root decides from now on."""
+        self.launcher = self.plans.launcher = self.queue.launcher = launcher
 
     @property
     def streams(self) -> CommStreams:

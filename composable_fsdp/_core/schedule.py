@@ -243,7 +243,7 @@ class Planner:
     """
 
     def __init__(self, root: FSDPState, states: Mapping[str, FSDPState], launcher: Launcher) -> None:
-        self._root, self._states, self._launcher = root, states, launcher
+        self._root, self._states, self.launcher = root, states, launcher
         self.steps = OptimizerSteps()
         self.seen_steps = 0
         self.record = self.known = ForwardRecord()
@@ -358,7 +358,7 @@ class Planner:
         unsharding = ParameterState.UNSHARDING
         for state in self._states.values():
             if state.group.parameter_state is unsharding:
-                self._launcher.free(state.group)
+                self.launcher.free(state.group)
 
     def is_stale(self, state: FSDPState) -> bool:
         """Return whether the shards of ``state``, or requires_grad, may have changed since it was kept unsharded."""
@@ -374,7 +374,7 @@ class Planner:
         A fresh one is checked again: a forward may skip it, and an optimizer step may come before the next forward.
         """
         if self.is_stale(state):
-            self._launcher.free(state.group)
+            self.launcher.free(state.group)
             state.kept = None
 
     # -- reductions
@@ -383,7 +383,7 @@ class Planner:
     def max_reductions(self) -> int | None:
         """The number of reductions in flight, or ``None`` to limit their bytes instead."""
         limits = [each for state in self._states.values() if (each := state.options.reductions_in_flight)]
-        return max(limits) if limits else None if self._launcher.has_streams else 1
+        return max(limits) if limits else None if self.launcher.has_streams else 1
 
     @property
     def fused_for(self) -> tuple[Together, PlanInputs]:
@@ -433,7 +433,7 @@ class Planner:
         facts = {name: _facts_of(state, self._root, names, fused_bytes) for name, state in states.items()}
         known = (key[0] for key, _ in self._plans)  # so that equal facts are identical
         same = next((other for other in known if other == facts), facts)
-        limits = Limits(ahead, fused_bytes, self._launcher.has_streams)
+        limits = Limits(ahead, fused_bytes, self.launcher.has_streams)
         self.inputs = PlanInputs(same, limits, sources)
         self._eager.clear()
         return self.inputs

@@ -6,7 +6,7 @@ They are those of torch's FSDP2, which tools search for, and the logger is torch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -14,6 +14,8 @@ from torch.autograd import profiler
 
 from composable_fsdp._core.events import Hook, ParameterState, describe_groups
 from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.launch import Launcher, PendingReduction, ReductionLaunch
+from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.seams import ObservedRoot, Observer
 
 __all__ = ["ProfilerLabels"]
@@ -51,7 +53,8 @@ class ProfilerLabels(Observer):
         if are_read is not self._are_shown:
             self._are_shown = are_read
             (root.observers.add if are_read else root.observers.remove)(self._of_hooks)
-            cast(Any, root).launcher.wrap_verbs(_labelled if are_read else None)
+            core = cast(Any, root)
+            core.act_by(_LabelledLauncher(core.launcher) if are_read else core.launcher.labelled)
 
 
 class _HookLabels(Observer):
@@ -79,22 +82,43 @@ def _awaited(group: ParamGroup) -> list[str]:
     return [group.name] if group.parameter_state is ParameterState.UNSHARDING and group.buckets else []
 
 
-_OF_VERBS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
-    "gather": ("all_gather", _gathered),
-    "wait": ("all_gather_copy_out", _awaited),
-    "free": ("all_gather_copy_out", _awaited),
-    "reduce": ("post_backward_reduce", lambda launch: [member.name for member in launch.members]),
-    "finish": ("post_backward_rs_wait", lambda pending: [member.name for member in pending.launch.members]),
-}
-"""The label of each verb of a launcher, and the names of the groups for which it does something."""
+class _LabelledLauncher:
+    """The verbs of ``launcher``, in labels of the groups for which they do something."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.labelled, self.has_streams = launcher, launcher.has_streams
+        self.shrink, self.start = launcher.shrink, launcher.start
+        self.at_end_of_backward = launcher.at_end_of_backward
+
+    @property
+    def streams(self) -> CommStreams:
+        return self.labelled.streams
+
+    @streams.setter
+    def streams(self, streams: CommStreams) -> None:
+        self.labelled.streams = streams
+
+    def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
+        with _label_if("all_gather", _gathered(groups)):
+            self.labelled.gather(groups, label)
+
+    def wait(self, group: ParamGroup) -> None:
+        with _label_if("all_gather_copy_out", _awaited(group)):
+            self.labelled.wait(group)
+
+    def free(self, group: ParamGroup) -> None:
+        with _label_if("all_gather_copy_out", _awaited(group)):
+            self.labelled.free(group)
+
+    def reduce(self, launch: ReductionLaunch) -> PendingReduction:
+        with _label_if("post_backward_reduce", [member.name for member in launch.members]):
+            return self.labelled.reduce(launch)
+
+    def finish(self, reduction: PendingReduction, unread: list[PendingReduction] | None = None) -> None:
+        with _label_if("post_backward_rs_wait", [member.name for member in reduction.launch.members]):
+            self.labelled.finish(reduction, unread)
 
 
-def _labelled(verb: str, act: Callable[..., Any]) -> Callable[..., Any]:
-    operation, names_for = _OF_VERBS[verb]
-
-    def labelled(subject: Any, *arguments: Any) -> Any:
-        names = names_for(subject)
-        with _label(operation, describe_groups(names)) if names else nullcontext():
-            return act(subject, *arguments)
-
-    return labelled
+def _label_if(operation: str, names: Sequence[str]) -> AbstractContextManager[None]:
+    """Return the label of ``operation`` on the groups ``names``, or none if there are none."""
+    return _label(operation, describe_groups(names)) if names else nullcontext()

@@ -30,6 +30,7 @@ from tests._internals import (
     GlooWork,
     OperationId,
     ParamGroup,
+    StreamLauncher,
     Transfer,
     Watched,
     _WatchedWork,
@@ -40,7 +41,6 @@ from tests._internals import (
     root_of,
     state_of,
     timeout_of_group,
-    unshard_together,
 )
 from tests.helpers.failing_steps import (
     Plan,
@@ -247,7 +247,7 @@ def keep_unsharded_memory_while_gloo_may_write() -> None:
     state = state_of(model)
     group, streams = state.group, root_of(state).streams
     assert group.plan.unsharded_bytes == 512 * 1024 * 4
-    unshard_together(streams, (group,), "")
+    StreamLauncher(streams).gather((group,), "")
     with mock.patch.object(GlooWork, "wait", Interrupted.wait), pytest.raises(KeyboardInterrupt):
         group.wait()
     group.reshard()

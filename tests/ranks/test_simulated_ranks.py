@@ -21,9 +21,9 @@ from tests._internals import (
     ParameterSource,
     ParameterState,
     ParamGroup,
+    StreamLauncher,
     reduce_together,
     shard_over_axes,
-    unshard_together,
 )
 from tests.helpers.counted_collectives import counted_collectives
 
@@ -84,7 +84,7 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
         groups = build_groups_of_all_ranks(mesh, world, precision)
         for _ in range(2):
             for group in groups:
-                unshard_together(streams, (group,), "")
+                StreamLauncher(streams).gather((group,), "")
             for group in groups:
                 group.wait()
                 for parameter in group.parameters:

@@ -14,9 +14,9 @@ from tests._internals import (
     Collective,
     CommStreams,
     GradientState,
+    StreamLauncher,
     Traits,
     Transfer,
-    unshard_together,
 )
 
 CPU = torch.device("cpu")
@@ -82,5 +82,5 @@ def test_memory_is_freed_after_a_failed_launch_unless_it_is_in_flight(first_work
     buckets: list[Any] = [Bucket(ShmSocket(works=first_works)), Bucket(ShmSocket(works=False))]
     group: Any = Group(buckets)
     with pytest.raises(MemoryError, match="all-gather of a"):
-        unshard_together(CommStreams(CPU), [group], "all-gather of a")
+        StreamLauncher(CommStreams(CPU)).gather([group], "all-gather of a")
     assert [bucket.is_freed for bucket in buckets] == [not first_works] * 2
