@@ -158,7 +158,9 @@ DEFAULT_GATHER_KINDS: tuple[type[GatherKind], ...] = (
 )
 """Asked for each parameter in this order."""
 
-DEFAULT_REDUCE_KINDS: tuple[type[ReduceKind], ...] = (EncodedGradients,)
+DEFAULT_REDUCE_KINDS: tuple[type[ReduceKind], ...] = (
+    EncodedGradients,  # a line for each, which tests leave out
+)
 """Asked for each group of parameters, in this order."""
 
 DEFAULT: tuple[type[Observer], ...] = (
