@@ -33,9 +33,7 @@ from composable_fsdp._core.gather import (
     Bucket,
     Gatherable,
     InPlaceBucket,
-    WireBytes,
     all_gather_wire_bytes,
-    reduce_scatter_wire_bytes,
 )
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, GroupPlan, ParameterSpec, plan_group
 from composable_fsdp._core.layout import TensorShards, plan_reduction
@@ -844,11 +842,6 @@ class ParamGroup:
         """Change the state after the reduction of a backward is done."""
         operation = GradientOperation.KEEP if partial else _COMPLETE
         self.gradient_state = advance(GRADIENT_TRANSITIONS, self.gradient_state, operation, self.name)
-
-    @property
-    def reduction_bytes(self) -> WireBytes:
-        """The bytes that the reduction sends."""
-        return reduce_scatter_wire_bytes(self.buckets, were_summed=self.were_summed)
 
     @property
     def scatters(self) -> list[BucketReduceScatter]:

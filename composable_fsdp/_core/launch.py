@@ -11,7 +11,7 @@ from torch.autograd import Variable
 
 from composable_fsdp import trace
 from composable_fsdp._core.events import HELD_GRADIENTS, describe_groups
-from composable_fsdp._core.gather import AllGather
+from composable_fsdp._core.gather import AllGather, reduce_scatter_wire_bytes
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.group_plan import plan_group
 from composable_fsdp._core.memory import CommStreams, InFlight
@@ -72,7 +72,8 @@ class ReductionLaunch:
             assert pending is not None
             for member in self.members:
                 if trace.listeners:
-                    moved, stream = member.reduction_bytes, self._streams.reduce.name
+                    moved = reduce_scatter_wire_bytes(member.buckets, were_summed=member.were_summed)
+                    stream = self._streams.reduce.name
                     trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
                 member.begin_reduction(pending, partial=self.partial)
             return PendingReduction(self, pending)

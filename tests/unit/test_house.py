@@ -28,7 +28,7 @@ MOST_CODE = {
     ".": 353,
     "_api": 1021,
     "_consistency": 1060,
-    "_core": 5965,
+    "_core": 5963,
     "checkpoint": 3473,
     "cli": 524,
     "codecs": 408,
@@ -36,14 +36,14 @@ MOST_CODE = {
     "init": 292,
     "interop": 41,
     "optim": 1464,
-    "plan": 1069,
-    "plugins": 5004,
+    "plan": 1046,
+    "plugins": 5021,
     "testing": 368,
     "wrap": 296,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22254
+MOST_CODE_OF_ALL = 22154
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""
