@@ -490,7 +490,9 @@ class _Load:
             return
         is_state = isinstance(state, Mapping) and isinstance(state.get("state"), Mapping)
         if not is_state or (owners.provides() and "param_groups" not in state):
-            others.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
+            is_flat = isinstance(state, Mapping) and any(str(key).startswith("param_groups.") for key in state)
+            remedy = ": torch made it with flatten_optimizer_state_dict=True. Pass one without" if is_flat else ""
+            others.append(f"a state dict of an optimizer has 'state' and 'param_groups'; this one has not{remedy}")
             return
         groups = state.get("param_groups", ())
         grouped = [name for group in groups for name in group["params"]]
