@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from composable_fsdp import fully_shard
-from composable_fsdp.checkpoint import load, save
+from composable_fsdp.checkpoint import load, load_optimizer_state_dict, save
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.run_ranks import run_ranks
 
@@ -164,8 +164,10 @@ def other_groups(folder: Path) -> None:
     fewer = torch.optim.AdamW(list(model.parameters())[:2], amsgrad=True)
     with all_ranks_raise(r"param_group of head\.state\.bias: members: 1"):
         load(folder / "flat", model, fewer)
+    with all_ranks_raise(r"torch made it with flatten_optimizer_state_dict=True\. Pass one without"):
+        load_optimizer_state_dict(*wanted, state_by_torch(*wanted, flat=True)["optimizer"])
 
 
 @pytest.mark.behaviour("F-09", "F-12")
-def test_settings_by_parameter_that_make_no_group_are_named(tmp_path: Path) -> None:
+def test_settings_by_parameter_that_make_no_group_and_flattened_state_in_memory_are_named(tmp_path: Path) -> None:
     run_ranks(other_groups, 2, tmp_path)
