@@ -47,7 +47,7 @@ Groups = list[dict[str, Any]]
 def _soap(groups: Groups) -> torch.optim.Optimizer:
     from pytorch_optimizer import SOAP
 
-    return SOAP(groups, precondition_frequency=2)
+    return SOAP(groups, precondition_frequency=1)
 
 
 def _shampoo(groups: Groups) -> torch.optim.Optimizer:
@@ -301,9 +301,11 @@ def outcome(world: World, name: str, way: Way, form: str, folder: Path) -> list[
             optimizer.step()
             optimizer.zero_grad()
     except (Exception, dcp.CheckpointException) as error:  # of any code
-        return [*texts, error_text(error)]
-    later = differences(everything(target), everything(source))
-    return texts + [f"one step later: {text}" for text in later if text not in texts]
+        texts.append(error_text(error))
+    else:
+        later = differences(everything(target), everything(source))
+        texts += [f"one step later: {text}" for text in later if text not in texts]
+    return [f"{name}: {text}" for text in texts]
 
 
 def error_text(error: BaseException) -> str:
@@ -329,20 +331,13 @@ def _give_gradients(source: nn.Module, target: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Note:
-    """A difference that is known: a pattern of its text, what it is, and whether torch's functions alone have it."""
+    """A difference that torch's functions alone have too: a pattern of its text, and what it is."""
 
     pattern: str
     text: str
-    is_torchs: bool = True
 
 
 NOTES = [
-    Note(
-        r"Missing key in checkpoint state_dict: optimizer\.param_groups\.layers",
-        "`save` writes settings by group, and torch's flattened form asks for those of each parameter, so that "
-        "`dcp.load` raises. Read the nested form (A), or with our `load` (E).",
-        is_torchs=False,
-    ),
     Note(
         r"Flattening optimizer state_dict only supports",
         "torch's flattened form takes no lists: `get_state_dict` raises `NotImplementedError`.",
@@ -356,18 +351,24 @@ NOTES = [
         "`set_state_dict` with `full_state_dict` of an optimizer without state raises `AssertionError`.",
     ),
     Note(
-        r"^\['groups'\]\[\d\]\['(betas|eps)'\] is of type list, not tuple$",
+        r"^[^:]+: \['groups'\]\[\d\]\['(betas|eps)'\] is of type list, not tuple$",
         "`set_state_dict` with `full_state_dict` makes lists of settings that are tuples, on more than one rank.",
     ),
     Note(
-        r"^\['state'\]\['layers\.0\.bias'\] has .*, not \['GG', 'Q'|KeyError: 'Q'",
+        r"^SOAP: \['state'\]\['layers\.0\.bias'\] has .*, not \['GG', 'Q'|^SOAP: KeyError: 'Q'",
         "`set_state_dict` with `full_state_dict` drops lists without tensors, which SOAP has for biases: its next step "
         "raises `KeyError`.",
     ),
     Note(
-        r"^one step later: .* differs by [0-9.]+e-0[789] of the largest element$",
+        r"^AdamW, fused: one step later: .* differs by [0-9.]+e-0[789] of the largest element$",
         "The state is the same. In the next step, the fused kernel rounds the last elements of each tensor otherwise, "
         "and a shard ends elsewhere than the tensor: less than 1e-6 of the largest element.",
+    ),
+    Note(
+        r"^SOAP: one step later: .* differs by [0-9.]+e-0[3-9] of the largest element$",
+        "The state is the same. The unsharded SOAP has eigenvectors transposed in memory, a shard and a file have them "
+        "by rows: products with them round otherwise, which the next decomposition magnifies, to less than 1e-2 of the "
+        "largest element.",
     ),
 ]
 
@@ -395,7 +396,7 @@ def outcomes(mesh: str, cells: Sequence[Cell], folder: Path) -> list[list[Note]]
     """Return the notes of each cell.
 
     Raises:
-        AssertionError: a difference is not known, or torch's functions alone do not have one of which that is noted.
+        AssertionError: a difference is not known, or torch's functions alone do not have it.
     """
     world, found = World(mesh), []
     for index, (name, way, form) in enumerate(cells):
@@ -403,9 +404,9 @@ def outcomes(mesh: str, cells: Sequence[Cell], folder: Path) -> list[list[Note]]
         texts = _of_all_ranks(outcome(world, name, way, form, at))
         try:
             notes = notes_of(texts)
-            if any(note.is_torchs for note in notes):
+            if notes:
                 alone = _of_all_ranks(outcome(world, name, way.control, form, at.with_suffix(".alone")))
-                wrong = [note for note in notes if note.is_torchs and note not in notes_of(alone)]
+                wrong = [note for note in notes if note not in notes_of(alone)]
                 if wrong:
                     raise ValueError(f"{wrong}, but torch alone: {alone}")
         except ValueError as error:

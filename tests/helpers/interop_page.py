@@ -23,7 +23,7 @@ _HEAD = """\
 
 <!-- page -->
 
-Made by `python -m tests.helpers.interop_page` on {date}, with torch {torch} on CPU with gloo, torchao {torchao} and
+Made by `python -m tests.helpers.interop_page` on {date}, with torch {torch} on CPU with gloo and
 pytorch_optimizer {pytorch_optimizer}. `tests/ranks/test_interop.py` runs a part of it.
 
 Each optimizer takes three steps of a model with a buffer, a frozen parameter and two groups with settings of their
@@ -42,6 +42,7 @@ unsharded model is whole on every rank.
 | F | from our full state dicts to `set_state_dict` of the unsharded model, and from its `get_state_dict` to ours |
 
 "flattened" is `flatten_optimizer_state_dict=True` of torch's options. A number is that of a note below.
+In each such exchange torch's functions alone do the same with FSDP2 in the place of this library, in the same run.
 """
 
 _WHOLE = """\
@@ -77,7 +78,7 @@ def errors() -> dict[str, set[str]]:
 
 def render(rows: dict[str, Row], without: dict[str, set[str]]) -> str:
     """Return the text of the page."""
-    versions = {name: version(name) for name in ("torch", "torchao", "pytorch_optimizer")}
+    versions = {name: version(name) for name in ("torch", "pytorch_optimizer")}
     numbers = {note: str(number) for number, note in enumerate(NOTES, 1)}
     head = _HEAD.format(date=datetime.now(timezone.utc).date(), meshes=_listed(list(MESHES)), **versions)
     titles = [column.title for column in COLUMNS]
@@ -85,13 +86,10 @@ def render(rows: dict[str, Row], without: dict[str, set[str]]) -> str:
     lines += [
         f"| {name} | {' | '.join(_cell(row[title], numbers) for title in titles)} |" for name, row in rows.items()
     ]
-    notes = [f"{number}. {note.text}{_ALONE if note.is_torchs else ''}" for note, number in numbers.items()]
+    notes = [f"{number}. {note.text}" for note, number in numbers.items()]
     whole = [_WHOLE.format(names=_listed(list(without)))]
     whole += [f"- {name}: `{text}`" for name, texts in without.items() for text in sorted(texts)]
     return "\n".join([head, *lines, "", *notes, "", *whole, ""])
-
-
-_ALONE = " Torch's functions do the same between FSDP2 and the unsharded model."
 
 
 def _cell(found: Iterable[frozenset[Note]], numbers: dict[Note, str]) -> str:

@@ -157,12 +157,18 @@ def _metadata(value: object, nbytes: int) -> Metadata:
     fields = _fields(value, Metadata)
     planned = fields.get("planner_data")
     saved: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for key, each in _dict(fields["state_dict_metadata"]):
+    keys = _dict(fields["state_dict_metadata"])
+    unread = "optimizer.param_groups." if any(key == "optimizer.layouts" for key, _ in keys) else None
+    for key, each in keys:
+        if unread and _text(key).startswith(
+            unread
+        ):  # for torch's functions, several in one place: layouts have them too
+            continue
         saved[_text(key)] = stored = _stored(each, nbytes)
         nbytes -= len(stored.chunks) if isinstance(stored, TensorStorageMetadata) else 0
     return Metadata(
         saved,
-        planned and {_text(key): _path(each) for key, each in _dict(planned)},
+        planned and {_text(key): _path(each) for key, each in _dict(planned) if key in saved},
         {_index(key): _place(each) for key, each in _dict(fields["storage_data"])},
     )
 

@@ -6,7 +6,8 @@
                                           indices and keys; also state under a key that is no parameter
 ``optimizer.layouts``                     ``Layout`` (``state_tree.py``) of each of these states; under ``groups`` the
                                           param groups, with parameter names in ``params``
-``optimizer.param_groups.<i>.<setting>``  the same settings as torch reads them: without types of keys and empty dicts
+``optimizer.param_groups.<i>.<setting>``  the same settings as torch reads them: without types of keys and empty dicts;
+                                          with a parameter's name in place of ``<i>`` for torch's flattened state dicts
 ``averages.values.<name>``                averages of parameters; ``averages.steps`` is the number of updates
 ``communication.<name>.residual``         state of codecs with error feedback; ``.rounds`` beside it
 ``ranks.<rank>.extra``, ``….random``      the ``extra`` of each rank; its random number generators
@@ -217,6 +218,16 @@ class Contents:
     def further_keys(self) -> dict[str, str]:
         """Return the keys of ``aliases``, with that of the tensor."""
         return {key_of(alias): key_of(path) for alias, path in self.aliases.items()}
+
+    def settings_by_parameter(self) -> dict[ContentsPath, ContentsPath]:
+        """Return the path of each parameter's settings in torch's flattened state dicts, with that of their group's."""
+        names = {path[2]: value for path, value in self.objects.items() if path[3:] == ("params",)}
+        return {
+            ("optimizer", f"param_groups.{name}.{path[3]}", *path[4:]): path
+            for path in (*self.parts, *self.objects)
+            if path[:2] == ("optimizer", "param_groups") and path[3] != "params"
+            for name in names[path[2]]
+        }
 
     def settle(self, merged: Contribution) -> None:
         """Add the groups of all ranks, and replace each tensor subclass by its inner tensors and its record."""
@@ -663,6 +674,9 @@ class _Save:
             check_parts([plan for plan, _ in planned])
             plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in planned])
             self._aliases = {alias: of for _, aliases in planned for alias, of in aliases.items()}
+            by_parameter = contents.settings_by_parameter()
+            self._aliases |= {key_of(alias): key_of(path) for alias, path in by_parameter.items()}
+            self._metadata.planner_data |= {key_of(alias): alias for alias in by_parameter}
             step = max(candidates(self._path), default=-1) + 1 if self._requested_step is None else self._requested_step
             self._partial_checkpoint = directory = PartialCheckpoint(self._path, step)
             plans = ChecksummingWriter(directory.partial).prepare_global_plan(plans)
