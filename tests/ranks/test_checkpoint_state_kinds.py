@@ -174,6 +174,75 @@ def test_what_one_rank_alone_would_save_is_refused(tmp_path: Path) -> None:
     run_ranks(refusals, 2, tmp_path)
 
 
+class Precise(torch.optim.SGD):
+    """Keeps fp32 weights, a counter and a mask beside parameters of any dtype, and a mean of their dtype."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            if not state:
+                state["weights"], state["mean"] = parameter.float(), torch.zeros_like(parameter)
+                state["deep"] = ({"count": torch.tensor(2**40 + 1)}, torch.ones_like(parameter, dtype=torch.int8) * 3)
+            state["weights"].sub_(parameter.grad.float(), alpha=0.0123)
+            state["mean"].lerp_(parameter.grad, 0.1)
+            parameter.copy_(state["weights"])
+
+
+def in_bf16(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = fully_shard(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).bfloat16())
+    return model, Precise(model.parameters())
+
+
+def step_in_bf16(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 6, dtype=torch.bfloat16)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def dtypes_of_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    entry = optimizer.state[next(model.parameters())]
+    tensors = (entry["weights"], entry["mean"], entry["deep"][0]["count"], entry["deep"][1])
+    return [tensor.dtype for tensor in tensors]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.int8]
+
+
+def precise(folder: Path, *, saves: bool) -> None:
+    model, optimizer = in_bf16(seed=0)
+    step_in_bf16(model, optimizer)
+    if saves:
+        save(folder, model, optimizer)
+        full = copy.deepcopy(optimizer_state_dict(model, optimizer, Full()))
+        expected = state_of(model, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(expected, folder / "expected.pt")
+        step_in_bf16(model, optimizer)
+        load_optimizer_state_dict(model, optimizer, full)  # into the optimizer's own tensors
+        assert state_of(model, optimizer) == expected
+        assert dtypes_of_state(model, optimizer) == DTYPES
+        return
+    for stepped in (False, True):
+        fresh, new = in_bf16(seed=1)
+        if stepped:
+            step_in_bf16(fresh, new)
+        load(folder, fresh, new)
+        assert state_of(fresh, new) == torch.load(folder / "expected.pt")
+        assert dtypes_of_state(fresh, new) == DTYPES
+    wide, own = in_bf16(seed=1)
+    wide.float()
+    load(folder, wide, own, strict=False)  # converted like the parameters, except for state of other dtypes
+    assert dtypes_of_state(wide, own) == [torch.float32, torch.float32, *DTYPES[2:]]
+
+
+@pytest.mark.behaviour("F-07", "F-09")
+def test_state_keeps_a_dtype_other_than_that_of_its_parameter(tmp_path: Path) -> None:
+    run_ranks(precise, 2, tmp_path, saves=True)
+    run_ranks(precise, 3, tmp_path, saves=False)
+
+
 SETTINGS: dict[Any, Any] = {
     "milestones": {3: 0.5, 10: {"rate": 0.25}},
     "options": {},

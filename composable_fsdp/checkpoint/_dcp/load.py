@@ -358,7 +358,8 @@ class _Restore:
                 names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
                 self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
         if self._params is not None:
-            self._params.load(self._groups, self._state, *self._others)
+            others, rest = self._others
+            self._params.load(self._groups, self._state, others, rest, self._has_dtype_of_parameter)
         if self._averages is not None and (steps := self.objects.get("averages.steps")) is not None:
             self._averages.n_averaged.fill_(steps)
         if communication and self._communication:
@@ -504,6 +505,12 @@ class _Restore:
             self.mismatch.classes[name] = f"saved as a tensor of a class of its optimizer, but {error}"
             return None
         return existing
+
+    def _has_dtype_of_parameter(self, name: str, value: torch.Tensor) -> bool:
+        """Return whether optimizer state has the dtype that its parameter ``name`` had when it was saved."""
+        record, spec = self._records.get(f"model.{name}"), self._spec(f"model.{name}")
+        saved = getattr(torch, record.dtype) if record is not None else None if spec is None else spec[1]
+        return saved in (None, value.dtype)
 
     def _match_other(self, device: torch.device, at: TreePath, path: TreePath, _: str) -> Any:
         """Return the value to load for a leaf of no parameter. Its tensors are new, on the device of the parameters."""

@@ -7,7 +7,7 @@ rank. Only the local form has plain tensors that are this rank's shards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -232,11 +232,15 @@ class OptimizerParams:
         state: Mapping[str, Any],
         others: Mapping[Any, Any],
         rest: Mapping[str, Any],
+        is_cast: Callable[[str, torch.Tensor], bool],
     ) -> None:
         """Call ``optimizer.load_state_dict`` with the ``saved`` settings of each group.
 
-        ``state``, ``others`` and ``rest`` are as those of :class:`PackedState`.
+        ``state``, ``others`` and ``rest`` are as those of :class:`PackedState`. torch's method casts all state to its
+        parameter's dtype. Tensors that the optimizer has already, and those for which ``is_cast``, called with the
+        parameter's name, is False, keep their dtype: counters, masks, and fp32 state of bf16 parameters.
         """
+        existing = {id(leaf) for entry in self._state().values() for _, leaf in leaves(entry)}
         numbers = {name: number for number, name in enumerate(self.members)}
         groups = [
             restored(group, settings or {}, [numbers[member.name] for member in members])
@@ -246,9 +250,14 @@ class OptimizerParams:
         self._optimizer.load_state_dict({**rest, "state": {**by_number, **others}, "param_groups": groups})
         loaded = self._state()
         for name, entry in state.items():
-            if not _is_copied(entry):
-                parameter = self.members[name].parameter
-                loaded[parameter] = mapped(partial(_copied_value, loaded[parameter]), entry)
+            parameter = self.members[name].parameter
+            kept = {
+                path: value
+                for path, value in leaves(entry)
+                if isinstance(value, torch.Tensor) and (id(value) in existing or not is_cast(name, value))
+            }
+            if not _is_copied(entry) or (kept and type(self._optimizer).load_state_dict is Optimizer.load_state_dict):
+                loaded[parameter] = mapped(partial(_copied_value, loaded[parameter], kept), entry)
 
 
 # -- what Optimizer.load_state_dict does not copy
@@ -279,8 +288,10 @@ def _as_copied(value: Any) -> Any:
     return values if isinstance(value, Mapping) else list(values.values())
 
 
-def _copied_value(loaded: Any, path: TreePath, _: Any) -> Any:
+def _copied_value(loaded: Any, kept: Mapping[TreePath, torch.Tensor], path: TreePath, _: Any) -> Any:
     value = at(loaded, path)
+    if path in kept and isinstance(value, torch.Tensor) and value.dtype != kept[path].dtype:
+        return kept[path].to(value.device)
     return value.value if isinstance(value, _Held) else value
 
 
@@ -434,7 +445,8 @@ def load_optimizer_state_dict(
     All ranks must call it together, and agree on errors before anything is loaded. A fresh optimizer needs no step
     first. Parameters and groups are matched by names, in any order, and the groups' hyperparameters are restored.
     Existing state is filled in place. New state is allocated, as DTensors where the parameter is one.
-    ``optimizer.load_state_dict`` runs last, with its hooks and casts.
+    ``optimizer.load_state_dict`` runs last, with its hooks, and casts new floating-point state to the dtype of its
+    parameter, as torch does.
 
     Args:
         model: a module, sharded or not.
@@ -479,7 +491,8 @@ class _Load:
                     state[name] = mapped(partial(self._loaded_value, member, kinds), tree)
         if self._quantized:
             logger.warning("loading optimizer state: %s", quantized_text(self._quantized))
-        self._params.load(self._loader.report_of().settings[0], state, *self._loader.report_of().settings[1:])
+        groups, others, rest = self._loader.report_of().settings
+        self._params.load(groups, state, others, rest, lambda _, value: value.is_floating_point())
 
     def _match(self, state: Any) -> None:
         loader, owners, report = self._loader, self._loader.owners, self._loader.report
