@@ -46,7 +46,7 @@ _TAG = 6
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
     """An error on one rank, in the form that is sent to the other ranks."""
 
     text: str
@@ -55,10 +55,19 @@ class _Failure:
     """True if the connection to the rank is lost."""
 
     @staticmethod
-    def of(error: Exception) -> _Failure:
+    def of(error: Exception) -> Failure:
         if isinstance(error, FSDPError):
-            return _Failure(str(error), type(error))
-        return _Failure(said(error))
+            return Failure(str(error), type(error))
+        return Failure(said(error))
+
+    @staticmethod
+    def among(outcomes: Mapping[int, object]) -> Failure | None:
+        """Return one failure with the texts of all that are ``outcomes`` of ranks, or ``None`` if there is none."""
+        failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        if not failures:
+            return None
+        text = join_rank_texts({rank: failure.text for rank, failure in failures.items()}, len(outcomes))
+        return Failure(text, next(iter(failures.values())).kind)
 
 
 class RankGroup:
@@ -92,7 +101,7 @@ class RankGroup:
             if self.rank:
                 data = pickle.dumps(outcome)
         except Exception as raised:
-            error, outcome = raised, _Failure.of(raised)
+            error, outcome = raised, Failure.of(raised)
             data = pickle.dumps(outcome)
         if self.rank == 0:
             outcomes = [outcome, *(self._receive(peer) for peer in range(1, self.size))]
@@ -104,9 +113,9 @@ class RankGroup:
         else:
             lost = self._send(data, 0)
             reply = self._receive(0) if lost is None else lost
-            if isinstance(reply, _Failure) and reply.is_lost:
-                reply = _Failure(f"rank 0: {reply.text}")
-        if isinstance(reply, _Failure):
+            if isinstance(reply, Failure) and reply.is_lost:
+                reply = Failure(f"rank 0: {reply.text}")
+        if isinstance(reply, Failure):
             raise reply.kind(f"{what}: {reply.text}") from error
         return cast(R, reply)
 
@@ -121,7 +130,7 @@ class RankGroup:
     def from_rank0(self, what: str, central: Callable[[], R]) -> R:
         return self.combine(what, lambda: None, lambda results: central())
 
-    def _send(self, pickled: bytes, peer: int) -> _Failure | None:
+    def _send(self, pickled: bytes, peer: int) -> Failure | None:
         data = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         try:
             for message in (torch.tensor([data.numel()]), data):
@@ -142,32 +151,29 @@ class RankGroup:
         try:
             return pickle.loads(data.numpy().data)
         except Exception as error:  # the code of any class
-            return _Failure(f"what rank {peer} sent cannot be unpickled ({said(error)})")
+            return Failure(f"what rank {peer} sent cannot be unpickled ({said(error)})")
 
-    def _connection_lost(self, error: RuntimeError) -> _Failure:
+    def _connection_lost(self, error: RuntimeError) -> Failure:
         """Describe a failed connection. The process group is discarded, since it cannot be used again."""
         reason = (str(error).partition("] ")[2] or str(error)).partition(". ")[0]  # gloo: "[file:line] reason. advice"
         world = dist.group.WORLD
         job = _job_ranks.get(world) if world is not None else None
         if job is not None and job.group is self._group:
             job.group = None
-        return _Failure(f"gone, or did not answer within {self._timeout:g} s ({reason})", is_lost=True)
+        return Failure(f"gone, or did not answer within {self._timeout:g} s ({reason})", is_lost=True)
 
 
 def _decide(
     outcomes: list[Any], central: Callable[[list[Any]], Sequence[Any]], error: Exception | None
 ) -> tuple[Any, list[bytes], Exception | None]:
     """Return the reply for rank 0, those for the others, pickled, and the exception on rank 0 if they are failures."""
-    failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
-    if failures:
-        text = join_rank_texts({rank: failure.text for rank, failure in failures.items()}, len(outcomes))
-        failure = _Failure(text, next(iter(failures.values())).kind)
-    else:
+    failure = Failure.among(dict(enumerate(outcomes)))
+    if failure is None:
         try:
             own, *others = central(outcomes)
             return own, [pickle.dumps(reply) for reply in others], None
         except Exception as raised:
-            error, failure = raised, _Failure.of(raised)
+            error, failure = raised, Failure.of(raised)
     return failure, [pickle.dumps(failure)] * (len(outcomes) - 1), error
 
 

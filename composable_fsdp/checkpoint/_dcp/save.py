@@ -141,6 +141,11 @@ def _check_kinds(key: Any, first: Mapping[TreePath, str], found: Mapping[TreePat
         )
 
 
+def _is_empty(member: OptimizerParam) -> bool:
+    """Return whether other ranks have all elements. An optimizer may make no step here, so state here is not saved."""
+    return LocalShard(member.parameter, member.sharding).extent.is_empty and member.parameter.numel() > 0
+
+
 @dataclass
 class Contents:
     """The state of one rank, by path.
@@ -173,7 +178,7 @@ class Contents:
         state = {
             name: self._add_tree(("state", name), tree, params.members[name]) for name, tree in packed.state.items()
         }
-        state = {name: layout for name, layout in state.items() if not params.members[name].is_empty}
+        state = {name: layout for name, layout in state.items() if not _is_empty(params.members[name])}
         others = {key: self._add_tree(("state", key), tree) for key, tree in packed.others.items()}
         rest = {key: self._add_tree((key,), tree) for key, tree in packed.rest.items()}
         self.layouts = {"state": state, "others": others, "rest": rest}
@@ -181,7 +186,7 @@ class Contents:
     def _add_tree(self, at: TreePath, tree: Any, member: OptimizerParam | None = None) -> Layout:
         """Add the leaves of the ``tree`` of optimizer state at ``at``, and return its layout."""
         kinds = []
-        is_empty = member is not None and member.is_empty
+        is_empty = member is not None and _is_empty(member)
         for path, value in leaves(tree, ("optimizer", *at)):
             own = tuple(each if isinstance(each, int) else str(each) for each in path)
             key = key_of(own)

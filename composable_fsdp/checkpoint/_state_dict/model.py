@@ -8,6 +8,7 @@ before it raises. Its functions for optimizers make a step if there is no state 
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +23,28 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._consistency.process_groups import broadcast_, fill_, gather_objects
-from composable_fsdp._core.extents import assemble_full, extent_of, gather, has_own_memory, like, plain_name
+from composable_fsdp._core.extents import (
+    assemble_full,
+    extent_of,
+    gather,
+    has_own_memory,
+    like,
+    plain_name,
+    states_below,
+)
 from composable_fsdp._core.full_mesh import default_mesh
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import alias_of, local_part
-from composable_fsdp.checkpoint._coordination import Mismatch, RankGroup, differ, dtype_name, refuse, said, tensor_text
+from composable_fsdp.checkpoint._coordination import (
+    Failure,
+    Mismatch,
+    RankGroup,
+    differ,
+    dtype_name,
+    refuse,
+    said,
+    tensor_text,
+)
 from composable_fsdp.checkpoint._state_dict.opaque_state import is_opaque, values_of
 from composable_fsdp.checkpoint._state_dict.tensors import (
     Entry,
@@ -237,12 +255,27 @@ class OwnerRanks:
     def provides(self, value: object = None) -> bool:
         return self.provider_of(value) == self.rank
 
-    def exchange(self, value: T) -> dict[int, T]:
-        """Gather the values of all ranks, by global rank. Collective; for small values, which are pickled."""
-        found = {self.rank: value}
-        for group in self.mesh.get_all_groups() if self.mesh is not None else ():
+    def exchange(self, each: Callable[[], T]) -> dict[int, T]:
+        """Call ``each`` on all ranks, and return its values by global rank. Collective; for small values.
+
+        If it raises on some rank, or its value cannot be pickled there, all ranks raise, with the texts of those ranks.
+        """
+        if self.mesh is None:
+            return {self.rank: each()}
+        error: Exception | None = None
+        try:
+            data = pickle.dumps(each())
+        except Exception as raised:
+            error, data = raised, pickle.dumps(Failure.of(raised))
+        found = {self.rank: data}
+        for group in self.mesh.get_all_groups():
             found = {rank: each for part in gather_objects(found, group) for rank, each in part.items()}
-        return dict(sorted(found.items()))
+        values = {rank: pickle.loads(found[rank]) for rank in sorted(found)}
+        failure = Failure.among(values)
+        if failure is not None:
+            is_common = all(isinstance(value, Failure) and value.text == failure.text for value in values.values())
+            raise error if error is not None and is_common else failure.kind(failure.text) from error
+        return values
 
     def send(self, like: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> Any:
         """Return the ``value`` for ``like``: this rank's own or, with ``only_sources``, the full one of its source.
@@ -263,6 +296,26 @@ class OwnerRanks:
     def _mesh_of(self, value: object) -> DeviceMesh | None:
         is_smaller = isinstance(value, DTensor) and value.device_mesh in self.smaller_meshes
         return cast(DTensor, value).device_mesh if is_smaller else self.mesh
+
+
+def on_all_ranks(model: nn.Module, call: Callable[[], T], *, from_rank0: bool = False) -> T:
+    """Prepare ``model``, call ``call``, which reads this rank's state, and raise on all ranks if it raises on one.
+
+    ``from_rank0`` says whether one rank provides all values. It must be equal on all ranks that have shards of
+    ``model``, since they then make other collectives.
+    """
+    results: list[T] = []
+
+    def each() -> bool:
+        prepare_for_access(model)
+        results.append(call())
+        return from_rank0
+
+    sharded = [(p.sharded, p.sharding) for state in states_below(model) for p in state.group.parameters]
+    owners = OwnerRanks.of([*sharded, *((p, None) for p in model.parameters())], only_sources=from_rank0)
+    if len(set(owners.exchange(each).values())) > 1:
+        raise ConfigurationError("only some ranks take the values of rank 0. Pass the same arguments on all ranks.")
+    return results[0]
 
 
 def check_meshes(ranks: RankGroup, what: str, parts: Mapping[str, LocalShard]) -> None:
@@ -363,7 +416,8 @@ class StateDictLoader:
         Without ``strict``, missing names are differences only if not all ranks miss them, and unexpected ones never.
         """
         separate = not self.owners.only_sources  # each rank was given values of its own
-        reports = self.owners.exchange(Report(self.report.mismatch, self.report.digest) if separate else self.report)
+        own = Report(self.report.mismatch, self.report.digest) if separate else self.report
+        reports = self.owners.exchange(lambda: own)
         mismatches = {rank: report.mismatch for rank, report in reports.items()}
         if not strict:
             common = set.intersection(*(set(mismatch.missing) for mismatch in mismatches.values()))
@@ -422,12 +476,19 @@ def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
     Raises:
         CheckpointError: the full form, while parameters are on the meta device.
     """
-    check_form(form)
-    prepare_for_access(model)
-    entries = entries_of(model)
-    if isinstance(form, Full):
-        for problem in _on_meta(entries):
+
+    def read() -> dict[str, Entry]:
+        check_form(form)
+        entries = entries_of(model)
+        for problem in _on_meta(entries) if isinstance(form, Full) else ():
             raise CheckpointError(f"{type(model).__name__} has no full state dict: {problem}")
+        return entries
+
+    if isinstance(form, Sharded | Local):  # not collective
+        prepare_for_access(model)
+        entries = read()
+    else:
+        entries = on_all_ranks(model, read)
     tensors = ((entry.value, entry.sharding) for entry in entries.values())
     owners = OwnerRanks.of(tensors, only_sources=comes_from_rank0(form))
     state: dict[str, Any] = OrderedDict()
@@ -495,14 +556,18 @@ def load_state_dict(
             another shape or of another kind of dtype, and is the same on every rank.
         ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
     """
-    streams = streams_from_rank0(form, broadcast_from_rank0)
-    prepare_for_access(model)
-    entries = entries_of(model)
-    owners = OwnerRanks.of(((e.value, e.sharding) for e in entries.values()), only_sources=streams)
-    loader = StateDictLoader(owners, form)
-    loader.report.mismatch.others += _on_meta(entries)
-    loader.match(entries, state_dict)
-    loader.report.settings = getattr(state_dict, "_metadata", None)
+
+    def match() -> tuple[dict[str, Entry], StateDictLoader]:
+        streams = streams_from_rank0(form, broadcast_from_rank0)
+        entries = entries_of(model)
+        owners = OwnerRanks.of(((e.value, e.sharding) for e in entries.values()), only_sources=streams)
+        loader = StateDictLoader(owners, form)
+        loader.report.mismatch.others += _on_meta(entries)
+        loader.match(entries, state_dict)
+        loader.report.settings = getattr(state_dict, "_metadata", None)
+        return entries, loader
+
+    entries, loader = on_all_ranks(model, match, from_rank0=broadcast_from_rank0 or comes_from_rank0(form))
     loader.agree(f"the state dict does not fit {type(model).__name__}", strict=strict)
     missing = _load_through_modules(model, loader.fill(entries), loader.report_of().settings)
     unexpected = dict.fromkeys(name for report in loader.reports.values() for name in report.mismatch.unexpected)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_fsdp._core.extents import extent_of, like, plain_name, shardings_of, states_below
+from composable_fsdp._core.extents import like, plain_name, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import find_replaced, is_wrapper, local_part
 from composable_fsdp.checkpoint._coordination import Mismatch
@@ -28,9 +28,11 @@ from composable_fsdp.checkpoint._state_dict.model import (
     Local,
     OwnerRanks,
     StateDictLoader,
+    check_form,
     comes_from_rank0,
     compare,
     digest,
+    on_all_ranks,
     shard_for,
     streams_from_rank0,
     to_form,
@@ -63,7 +65,6 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
     differences,
     on_meta,
     parameter_names,
-    prepare_for_access,
 )
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
@@ -78,11 +79,6 @@ class OptimizerParam:
     name: str
     parameter: torch.Tensor
     sharding: ParameterSharding | None
-
-    @property
-    def is_empty(self) -> bool:
-        """True if other ranks have all elements. An optimizer may make no step here, so the state here is not saved."""
-        return extent_of(self.parameter, self.sharding).is_empty and self.parameter.numel() > 0
 
 
 @dataclass(frozen=True)
@@ -354,13 +350,18 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
             state of a sharded parameter is a plain tensor that differs between ranks, which the local form takes, or
             the form has no place for a tensor.
     """
-    prepare_for_access(model)
-    params = OptimizerParams(model, optimizer)
-    members = list(params.members.values())
-    tensors = ((member.parameter, member.sharding) for member in members)
+
+    def read() -> tuple[OptimizerParams, PackedState, dict[str, dict[TreePath, str]]]:
+        check_form(form)
+        params = OptimizerParams(model, optimizer)
+        packed = params.packed()
+        kinds = _kinds_of(params, packed.state)
+        _check_places(kinds, form)
+        return params, packed, kinds
+
+    params, packed, kinds = on_all_ranks(model, read)
+    tensors = ((member.parameter, member.sharding) for member in params.members.values())
     owners = OwnerRanks.of(tensors, only_sources=comes_from_rank0(form))
-    packed = params.packed()
-    kinds = _kinds_of(params, packed.state)
     opaque = _check_alike(packed.state, kinds, owners, form)
     state: dict[Any, Any] = {}
     recorded: dict[str, dict[TreePath, str]] = {}
@@ -400,6 +401,17 @@ def _kinds_of(params: OptimizerParams, state: Mapping[str, Any]) -> dict[str, di
     }
 
 
+def _check_places(kinds: Mapping[str, Mapping[TreePath, str]], form: Form) -> None:
+    for name, path in (
+        (name, path) for name, found in kinds.items() for path, kind in found.items() if is_placed(kind)
+    ):
+        if isinstance(form, Local):
+            raise CheckpointError(
+                f"{_title(name, path)} is a DTensor in other placements than its parameter, for which the local form "
+                "has no place. Use Sharded() or Full()."
+            )
+
+
 def _check_alike(
     state: Mapping[str, Any], kinds: Mapping[str, Mapping[TreePath, str]], owners: OwnerRanks, form: Form
 ) -> dict[str, list[TreePath]]:
@@ -409,19 +421,16 @@ def _check_alike(
     """
     items = [(name, path, kind, at(state[name], path)) for name, found in kinds.items() for path, kind in found.items()]
     keys = [", ".join(map(repr, (name, *path))) for name, path, _, _ in items]
-    is_local = isinstance(form, Local)
-    for name, path, kind, _ in items:
-        if is_local and is_placed(kind):
-            raise CheckpointError(
-                f"{_title(name, path)} is a DTensor in other placements than its parameter, for which the local form "
-                "has no place. Use Sharded() or Full()."
-            )
-    plain = [] if is_local else [(name, path, v) for name, path, kind, v in items if kind == PLAIN and v.ndim]
+    plain = (
+        []
+        if isinstance(form, Local)
+        else [(name, path, v) for name, path, kind, v in items if kind == PLAIN and v.ndim]
+    )
     checksums = {".".join(map(str, (name, *path))): checksum(value) for name, path, value in plain}
     opaque = [(name, path) for name, path, _, value in items if is_opaque(value)]
-    found = owners.exchange((digest(keys), checksums, opaque))
+    found = owners.exchange(lambda: (digest(keys), checksums, opaque))
     if len({which for which, *_ in found.values()}) > 1:
-        all_keys = owners.exchange(keys).items()
+        all_keys = owners.exchange(lambda: keys).items()
         some = {rank: [k for k in has if any(k not in other for _, other in all_keys)] for rank, has in all_keys}
         raise CheckpointError(f"ranks have different state, by rank: {some}. Have all of them make the same steps.")
     check_replicated({rank: of_rank for rank, (_, of_rank, _) in found.items()})
@@ -463,14 +472,17 @@ def load_optimizer_state_dict(
             rank.
         ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
     """
-    _Load(model, optimizer, state, form, streams_from_rank0(form, broadcast_from_rank0)).carry_out()
+
+    def match() -> _Load:
+        return _Load(model, optimizer, state, form, streams_from_rank0(form, broadcast_from_rank0))
+
+    on_all_ranks(model, match, from_rank0=broadcast_from_rank0 or comes_from_rank0(form)).carry_out()
 
 
 class _Load:
-    """One call of :func:`load_optimizer_state_dict`: the constructor finds all differences on all ranks."""
+    """One call of :func:`load_optimizer_state_dict`: the constructor finds the differences on this rank."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, state: Any, form: Form | None, streams: bool) -> None:
-        prepare_for_access(model)
         self._optimizer = optimizer
         self._params = OptimizerParams(model, optimizer)
         self._members = self._params.members
@@ -479,9 +491,9 @@ class _Load:
         self._loader = StateDictLoader(OwnerRanks.of(tensors, only_sources=streams), form)
         self._form = self._loader.form
         self._match(state)
-        self._loader.agree(f"the state dict does not fit {type(optimizer).__name__}")
 
     def carry_out(self) -> None:
+        self._loader.agree(f"the state dict does not fit {type(self._optimizer).__name__}")
         state: dict[str, dict[str, Any]] = {}
         with torch.inference_mode(False), torch.no_grad():
             for name, member in self._members.items():
