@@ -188,6 +188,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core.state import Accumulation, ForwardRecord, FSDPState, find_state, state_of
     from composable_fsdp.checkpoint import _coordination as rank_group
     from composable_fsdp.checkpoint import _safetensors as safetensors_files
+    from composable_fsdp.checkpoint._archive import FilePart, check_archive
     from composable_fsdp.checkpoint._coordination import (
         Mismatch,
         PendingSave,

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from composable_fsdp.checkpoint._coordination import dtype_name
+from composable_fsdp.checkpoint._archive import check_archive
+from composable_fsdp.checkpoint._coordination import dtype_name, said
 from composable_fsdp.checkpoint._dcp import directory
 from composable_fsdp.checkpoint._dcp.directory import Manifest
 from composable_fsdp.checkpoint._dcp.load import read as read_values
@@ -181,6 +182,8 @@ def _open_torch(path: Path) -> Source:
 
 def _load(path: Path) -> Mapping[Any, Any]:
     try:
+        with path.open("rb") as file:
+            check_archive(file)
         value = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -188,8 +191,8 @@ def _load(path: Path) -> Mapping[Any, Any]:
             f"admit: {str(error).splitlines()[0]}. If you trust whoever wrote it, load it in Python with "
             "weights_only=False, which can run any code in it, and save the model's state dict as a file of its own."
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged, or no checkpoint: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # damaged bytes may raise anything
+        raise CheckpointError(f"{path} is damaged, or no checkpoint: {said(error).splitlines()[0]}") from error
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{path} has a {type(value).__name__} instead of a state dict.")
     others = [key for key in value if not isinstance(key, str)]
@@ -289,7 +292,7 @@ def describe(path: Path, *, verify: bool = False) -> Description:
     for at, spec in source.tensors.items():
         if at[0] in others:
             others[at[0]] += spec.nbytes
-    stateful = {at[2] for at in (*source.tensors, *source.objects) if at[:2] == ("optimizer", "state")}
+    stateful = {at[:3] for at in (*source.tensors, *source.objects) if at[:2] == ("optimizer", "state")}
     return Description(
         path=str(source.path),
         kind=source.kind.value,

@@ -212,7 +212,9 @@ def test_damage_found_while_reading_says_that_the_model_is_partly_loaded(tmp_pat
     other = Tied()
     with pytest.raises(CheckpointError) as raised:
         load(tmp_path, other, torch.optim.AdamW(other.parameters()), verify=False)
-    assert str(raised.value).startswith(f"loading {tmp_path}: {saved.path} could not be loaded: UnpicklingError: ")
+    assert str(raised.value).startswith(
+        f"loading {tmp_path}: {saved.path} could not be loaded: CheckpointError: the tensors in "
+    )
     assert str(raised.value).endswith(
         ". The model is loaded in part. verify=True finds damage before anything is loaded."
     )

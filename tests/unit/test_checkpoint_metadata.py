@@ -75,7 +75,7 @@ def test_what_torch_writes_is_read_as_torch_reads_it(folder: Path) -> None:
         chunks = [ChunkStorageMetadata(torch.Size((at, 0)), torch.Size((size, 2))) for at, size in ((0, 3), (3, 1))]
         saved[f"model.{dtype}"] = TensorStorageMetadata(TensorProperties(dtype), torch.Size((4, 2)), chunks)
         for index, chunk in enumerate(chunks):
-            places[MetadataIndex(f"model.{dtype}", chunk.offsets, index)] = _StorageInfo(FILE, 100, 60, ["zstd"])
+            places[MetadataIndex(f"model.{dtype}", chunk.offsets, index)] = _StorageInfo(FILE, 100, 60)
     for key, size in (("scalar", ()), ("empty", (0, 3))):
         chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
         saved[key] = TensorStorageMetadata(TensorProperties(pin_memory=True), torch.Size(size), [chunk])
@@ -214,6 +214,20 @@ def test_sizes_and_names_are_checked(folder: Path, changed: dict[str, Any], text
     (inside / "device").symlink_to("/dev/zero")
     os.mkfifo(inside / "pipe")
     assert text in refused(inside, pickle.dumps(metadata(**changed)))
+
+
+def test_compressed_values_are_refused(folder: Path) -> None:
+    """Torch reads what its transforms decompress as a whole, of any size."""
+    found = metadata()
+    next(iter(found.storage_data.values())).transform_descriptors = ["zstd"]
+    assert "a value is compressed: torch.distributed.checkpoint.load reads it" in refused(folder, pickle.dumps(found))
+
+
+@pytest.mark.parametrize("path", [(), (7,), ((),), ("a", None)])
+def test_a_path_begins_with_a_name(folder: Path, path: Any) -> None:
+    found = metadata()
+    found.planner_data = {"w": path}
+    assert "where torch has a str" in refused(folder, pickle.dumps(found))
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), max_size=5))

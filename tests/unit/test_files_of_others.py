@@ -212,10 +212,15 @@ def test_mappings_in_a_file_of_torch_may_be_in_themselves_or_repeat(tmp_path: Pa
     repeated: dict[str, Any] = {"a": 1}
     for _ in range(30):
         repeated = {"a": repeated, "b": repeated}
-    for value in (cycle, repeated):
+    empty: dict[str, Any] = {}
+    for _ in range(50):
+        empty = {"a": empty, "b": empty}
+    problems = ("has more than 1000000 values, or mappings nested in 50 others", "values in 365 bytes, nested 33 deep")
+    for value, problem in ((cycle, problems[0]), (repeated, problems[1]), (empty, "nested 53 deep: some are repeated")):
         torch.save({"x": value}, path)
         done = run_command("checkpoint", "inspect", path)
-        assert f"{path} has more than 1000000 values, or mappings nested in 50 others" in done.stderr
+        assert str(path) in done.stderr
+        assert problem in done.stderr
         assert done.exit_code == 1
 
 

@@ -29,6 +29,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("_api.torch_types",),
     ("wrap",),
     ("plugins",),
+    ("checkpoint._archive",),
     ("optim", "testing", "checkpoint._coordination"),
     ("_api.allocate_shards",),
     ("init",),

@@ -7,7 +7,6 @@ all ranks are found first, and nothing is loaded if there are any. Its reader un
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import pickle
@@ -20,7 +19,7 @@ from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
@@ -28,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from composable_fsdp._core.extents import like, plain_name
 from composable_fsdp._core.params import local_part
+from composable_fsdp.checkpoint._archive import ArchiveReader
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,
     Mismatch,
@@ -255,15 +255,15 @@ def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weigh
     """Read and deserialize the values of ``keys`` that are no tensors, or settings of an optimizer."""
     objects: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
+    reader = ArchiveReader(folder)
     for key in keys:
         saved = metadata.state_dict_metadata[key]
         if isinstance(saved, BytesStorageMetadata):
-            objects[key] = b""
+            objects[key] = _decoded(key, reader.read_bytes(metadata.storage_data[MetadataIndex(key)]), weights_only)
         elif key.startswith(_SETTINGS):
             tensors[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
-    read(folder, metadata, objects)
     read(folder, metadata, {key: LocalShard(tensor) for key, tensor in tensors.items()})
-    return tensors | {key: _decoded(key, data, weights_only) for key, data in objects.items()}
+    return objects | tensors
 
 
 _SETTINGS = "optimizer.param_groups."
@@ -278,6 +278,8 @@ def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
             "wrote the checkpoint, pass weights_only=False, which can run any code in it; or admit the classes with "
             "torch.serialization.add_safe_globals."
         ) from error
+    except Exception as error:  # damaged bytes may raise anything
+        raise CheckpointError(f"{key!r} cannot be read: {said(error)}.") from error
 
 
 class _Restore:
@@ -594,9 +596,9 @@ def _describe(saved: object) -> str:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """A planner that reads tensors directly into the memory of a ``LocalShard``, and objects in serialized form."""
+    """A planner that reads tensors directly into the memory of a ``LocalShard``."""
 
-    def __init__(self, state: dict[str, Any], metadata: Metadata, changed: Callable[[], None]) -> None:
+    def __init__(self, state: dict[str, LocalShard], metadata: Metadata, changed: Callable[[], None]) -> None:
         super().__init__(flatten_state_dict=False)
         self.state_dict = state
         self.metadata = metadata
@@ -609,22 +611,25 @@ class _LoadPlanner(DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self._changed()
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = value.getvalue()
-
 
 def read(
     folder: str | os.PathLike[str],
     metadata: Metadata,
-    state: dict[str, Any],
+    state: dict[str, LocalShard],
     changed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Read the values in ``state`` by key from the checkpoint ``folder`` with its ``metadata``.
+    """Read the tensors in ``state`` by key from the checkpoint ``folder`` with its ``metadata``.
 
     Args:
-        state: blocks to fill, and any bytes for an object, which are replaced by its own.
+        state: blocks to fill.
         changed: called after each piece that has been copied to a block.
+
+    Raises:
+        CheckpointError: a file is damaged, or has another tensor than ``metadata`` says.
     """
-    planner, reader = _LoadPlanner(state, metadata, changed), FileSystemReader(folder)
+    planner, reader = _LoadPlanner(state, metadata, changed), ArchiveReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+    try:
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    except Exception as error:  # damaged bytes may raise anything
+        raise CheckpointError(f"the tensors in {folder} cannot be read: {said(error)}.") from error

@@ -14,7 +14,7 @@ from collections.abc import Callable, ItemsView
 from itertools import combinations, starmap
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composable_fsdp._files import open_regular, regular_file
+from composable_fsdp.checkpoint._archive import Opcodes
 from composable_fsdp.checkpoint._dcp.directory import METADATA, Manifest
 from composable_fsdp.errors import CheckpointError
 
@@ -101,13 +102,6 @@ class _BoundedFile(io.BufferedReader):
         return super().read(nbytes)
 
 
-class _Opcodes(dict[int, Callable[[Any], None]]):
-    """The handler of each opcode. Torch's metadata has no others than these."""
-
-    def __missing__(self, code: int) -> NoReturn:
-        raise pickle.UnpicklingError(f"it has the opcode {bytes([code])!r}, which is no part of any metadata")
-
-
 class _Values(pickle._Unpickler):
     """Reads plain values. A class or function is the text of its name, and calling one gives an ``_Object``.
 
@@ -144,7 +138,7 @@ class _Values(pickle._Unpickler):
         self.stack = self.stack[-2:]
         self._set_items()
 
-    dispatch = _Opcodes({code: pickle._Unpickler.dispatch[code] for code in _ADMITTED})
+    dispatch = Opcodes({code: pickle._Unpickler.dispatch[code] for code in _ADMITTED})
     dispatch |= {pickle.REDUCE[0]: _call, pickle.NEWOBJ[0]: _call, pickle.BUILD[0]: _build}
     dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
 
@@ -215,6 +209,7 @@ def _size(value: object) -> torch.Size:
 
 def _path(value: object) -> tuple[str | int, ...]:
     path = _of_type(value, tuple)
+    _text(path[0] if path else None)
     if len(path) > _MOST_PARTS:
         raise pickle.UnpicklingError(f"it has a path of {len(path)} parts")
     found = tuple(_number(part) if type(part) is int else _text(part) for part in path)
@@ -292,11 +287,9 @@ def _index(value: object) -> MetadataIndex:
 
 def _place(value: object) -> _StorageInfo:
     fields = _fields(value, _StorageInfo)
-    transforms = fields.get("transform_descriptors")
-    place = _StorageInfo(_text(fields["relative_path"]), _number(fields["offset"]), _number(fields["length"]))
-    if transforms is not None:
-        place.transform_descriptors = [_text(each) for each in _of_type(transforms, list)[:_MOST_PARTS]]
-    return place
+    if fields.get("transform_descriptors"):
+        raise pickle.UnpicklingError("a value is compressed: torch.distributed.checkpoint.load reads it")
+    return _StorageInfo(_text(fields["relative_path"]), _number(fields["offset"]), _number(fields["length"]))
 
 
 def _check_places(metadata: Metadata, folder: Path, sizes: dict[str, int]) -> None:
@@ -319,5 +312,5 @@ def _check_places(metadata: Metadata, folder: Path, sizes: dict[str, int]) -> No
             nbytes = prod(chunk.sizes) * saved.properties.dtype.itemsize
             if ".state." in key:  # of an optimizer, whose own tensor class may need less
                 nbytes //= _MOST_COMPRESSION
-            if nbytes > place.length and not place.transform_descriptors:
+            if nbytes > place.length:
                 raise pickle.UnpicklingError(f"a chunk of {nbytes} bytes has {place.length} in its file")

@@ -58,6 +58,7 @@ from torch.utils.serialization import config as serialization_config
 from composable_fsdp._core.extents import like, states_below
 from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp._core.params import is_wrapper
+from composable_fsdp.checkpoint._archive import check_archive
 from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet, said
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, candidates
 from composable_fsdp.checkpoint._state_dict import inner_tensors
@@ -410,7 +411,10 @@ def _innermost(
 
 def decoded(data: bytes, weights_only: bool) -> Any:
     """Return the object that :func:`serialized` wrote, tensors on the CPU. Saves ask it what ``load`` will admit."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+    file = io.BytesIO(data)
+    if weights_only:
+        check_archive(file)
+    return torch.load(file, map_location="cpu", weights_only=weights_only)
 
 
 _PLAIN = (int, float, str, bool, type(None))
