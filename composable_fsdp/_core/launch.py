@@ -235,6 +235,7 @@ class StreamLauncher:
 
         If this raises, their unsharded memory is freed, unless part of the all-gather is in flight.
         """
+        # Apply changes of parameters, and choose the groups.
         needed = []
         for group in groups:
             if group.gradient_state in HELD_GRADIENTS and group.was_flipped:
@@ -243,6 +244,7 @@ class StreamLauncher:
                     launch.run().complete()
             if group.needs_gather():
                 needed.append(group)
+        # Launch, by the last all-gather if that was of the same buckets.
         buckets = [bucket for group in needed for bucket in group.slices or group.buckets]
         pending, begin = None, None
         if buckets:  # not, for example, a root whose parameters all belong to nested modules

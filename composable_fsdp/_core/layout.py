@@ -257,19 +257,19 @@ def plan_reduce(
     offsets = output.offsets[: len(chosen)]
     flags_offset = output.offsets[-1] if num_flags else 0
     return ReduceLayout(
-        tuple(indices),
-        chosen,
-        FlatLayout(offsets, output.numel),
-        zero_copy,
-        gradients,
-        widths,
-        sum(widths),
-        tuple((number, gap) for number, gap in reversed(gaps) if gap),
-        max(uneven, default=0),
-        in_chunks,
-        num_flags,
-        flags_offset,
-        flags_width,
+        indices=tuple(indices),
+        shards=chosen,
+        output=FlatLayout(offsets, output.numel),
+        zero_copy=zero_copy,
+        packed=gradients,
+        packed_widths=widths,
+        packed_numel=sum(widths),
+        gaps=tuple((number, gap) for number, gap in reversed(gaps) if gap),
+        most_uneven=max(uneven, default=0),
+        in_chunks=in_chunks,
+        num_flags=num_flags,
+        flags_offset=flags_offset,
+        flags_width=flags_width,
     )
 
 
