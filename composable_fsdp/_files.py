@@ -8,10 +8,20 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import stat
 from pathlib import Path
 
-__all__ = ["MOST_TEXT_BYTES", "create", "open_regular", "read_text", "regular_file", "replace_file"]
+__all__ = [
+    "MOST_TEXT_BYTES",
+    "Directory",
+    "create",
+    "delete",
+    "open_regular",
+    "read_text",
+    "regular_file",
+    "replace_file",
+]
 
 MOST_TEXT_BYTES = 256 << 20
 """The most bytes of a file that is read as a whole. A manifest has about 100 bytes for a tensor or a file."""
@@ -61,6 +71,78 @@ def read_text(folder: str | os.PathLike[str], name: object) -> str:
 def create(path: str | os.PathLike[str], flags: int) -> int:
     """Open ``path`` for writing; it must not be a link. An ``opener`` of Python's ``open`` and ``io.FileIO``."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+class Directory:
+    """A directory that is held open, whose files are created, opened and renamed by its descriptor.
+
+    Whoever can write to the folder around a directory can move it away, and put another one or a link in its place.
+    Invariant: nothing is written but files that were made for it. A file that is created is new, and no link is opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    @staticmethod
+    def make(path: Path) -> Directory:
+        path.mkdir()
+        return Directory(path)
+
+    def opener(self, name: str, flags: int) -> int:
+        """Open the file ``name``. An ``opener`` of Python's ``open``, which should have the mode ``"x"``."""
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=self._descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path / name)) from None
+
+    def reopen(self, name: str) -> io.FileIO:
+        """Open the file ``name``, created by another rank, for writing into it, unbuffered.
+
+        Raises:
+            OSError: it is missing, or is a link, also a hard link, which may be of somebody else's file.
+        """
+        file = io.FileIO(name, "r+", opener=self.opener)
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+            return file
+        file.close()
+        raise OSError(errno.EINVAL, "this is not the file that was made here", str(self.path / name))
+
+    def write(self, name: str, text: str) -> None:
+        """Write ``text`` to the new file ``name``, and to disk."""
+        with open(name, "xb", opener=self.opener) as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rename(self, name: str, new: str) -> None:
+        os.replace(name, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def move(self, name: str, target: Path) -> None:
+        """Move the file ``name`` to another directory."""
+        os.replace(name, target, src_dir_fd=self._descriptor)
+
+    def sync(self) -> None:
+        """Flush the names in the directory to disk. Raise ``OSError`` if another one was put in its place."""
+        os.fsync(self._descriptor)
+        if not os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path)):
+            text = "somebody has put something else in its place: save to a folder that only you can write to"
+            raise OSError(errno.ESTALE, text, str(self.path))
+
+    def close(self) -> None:
+        """Close the descriptor. This may be called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def delete(path: Path) -> None:
+    """Delete a directory as far as possible, or a link, a file or a pipe of its name. A pipe must not be opened."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def replace_file(path: str | os.PathLike[str], data: str | bytes, *, synced: bool = False) -> None:

@@ -24,11 +24,10 @@ import json
 import os
 import re
 import secrets
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -44,7 +43,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._core.extents import Box, plain_name
-from composable_fsdp._files import read_text, regular_file
+from composable_fsdp._files import Directory, delete, read_text, regular_file
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,
     Mismatch,
@@ -471,7 +470,8 @@ def save_safetensors(
     ranks = meet(call, timeout)
     shards: dict[str, LocalShard] = {}
     left_out: list[str] = []
-    begun: Replacement | None = None  # on rank 0
+    aside: Directory  # on rank 0
+    begun = ExitStack()
 
     def plan() -> _Plan:
         check_options(max_file_bytes, dtype)
@@ -483,26 +483,22 @@ def save_safetensors(
         return SavePlan(items), _names_of(tensors)
 
     def begin(planned: list[_Plan]) -> list[tuple[Replacement, SavePlan]]:
-        nonlocal begun
+        nonlocal aside
         names = dict.fromkeys(item.index.fqn for plan, _ in planned for item in plan.items)
         check_parts([plan for plan, _ in planned])
         plans, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([p for p, _ in planned])
         aliases = {alias: name for _, known in planned for alias, name in known.items() if alias not in names}
         saved = {name: cast(TensorStorageMetadata, metadata.state_dict_metadata[name]) for name in names}
         specs = [TensorSpec(name, each.properties.dtype, tuple(each.size)) for name, each in saved.items()]
-        begun = Replacement.of(Path(path), specs, aliases, max_file_bytes)
-        begun.begin()
-        return [(begun, plan) for plan in plans]
+        replacement = Replacement.of(Path(path), specs, aliases, max_file_bytes)
+        aside = begun.enter_context(replacement.begun())
+        return [(replacement, plan) for plan in plans]
 
-    try:
+    with begun:
         target, own = ranks.exchange(what, plan, begin)
         check_meshes(ranks, what, shards)
         target = replace(target, folder=Path(path))
-        ranks.combine(what, lambda: target.write(shards, own), lambda written: target.commit())
-    except BaseException:
-        if begun is not None:
-            begun.abandon()
-        raise
+        ranks.combine(what, lambda: target.write(shards, own), lambda written: target.commit(aside))
     if left_out and ranks.rank == 0:  # here, since a warning may be an error
         names = ", ".join(left_out)
         warnings.warn(f"save_safetensors leaves out the extra state of modules: {names}", stacklevel=2)
@@ -635,47 +631,60 @@ class Replacement:
         """The directory of the files until all are complete."""
         return self.folder / f"{_INCOMPLETE}{self.token}"
 
-    def begin(self) -> None:
-        """Create all files at full size with their headers, and delete what interrupted saves left behind."""
+    @contextmanager
+    def begun(self) -> Iterator[Directory]:
+        """Yield the new directory of the files, at full size with their headers. In an error, delete it.
+
+        What interrupted saves left behind is deleted first.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         for old in self.folder.glob(f"{_INCOMPLETE}*"):
-            shutil.rmtree(old)
-        self.aside.mkdir()
-        for file in self.files:
-            with open(self.aside / file.name, "wb") as opened:
-                opened.write(file.header)
-                opened.flush()
-                _reserve(opened.fileno(), file.nbytes)
+            delete(old)
+        with closing(Directory.make(self.aside)) as aside:
+            try:
+                for file in self.files:
+                    with open(file.name, "xb", opener=aside.opener) as opened:
+                        opened.write(file.header)
+                        opened.flush()
+                        _reserve(opened.fileno(), file.nbytes)
+                yield aside
+            except BaseException:
+                self.abandon()
+                raise
 
     @torch.no_grad()
     def write(self, shards: Mapping[str, LocalShard], plan: SavePlan | None = None) -> None:
         """Write the blocks in ``plan`` (default: all) of ``shards`` to the places of their tensors, and to disk."""
         planned = {(item.index.fqn, item.index.offset) for item in plan.items} if plan is not None else set()
-        for file in self.files:
-            if not (self.aside / file.name).is_file():
-                raise CheckpointError(
-                    f"{self.folder} is not the same directory here as on rank 0, which made {file.name} there. Save to "
-                    "storage that all ranks share."
-                )
-            with open(self.aside / file.name, "r+b", buffering=0) as opened:
-                for spec in (spec for spec in file.tensors if spec.name in shards):
-                    part = shards[spec.name]
-                    boxes = [b for b in part.extent.boxes() if plan is None or (spec.name, b.offsets) in planned]
-                    _write_boxes(opened.fileno(), file.offsets[spec.name], spec, part, boxes)
-                os.fsync(opened.fileno())
+        try:
+            directory = Directory(self.aside)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.folder} is not the same directory here as on rank 0, which made {self.aside.name} there. Save "
+                "to storage that all ranks share."
+            ) from error
+        with closing(directory):
+            for file in self.files:
+                with directory.reopen(file.name) as opened:
+                    for spec in (spec for spec in file.tensors if spec.name in shards):
+                        part = shards[spec.name]
+                        boxes = [b for b in part.extent.boxes() if plan is None or (spec.name, b.offsets) in planned]
+                        _write_boxes(opened.fileno(), file.offsets[spec.name], spec, part, boxes)
+                    os.fsync(opened.fileno())
 
-    def commit(self) -> None:
-        """Replace the old files with the new ones, which are complete and on disk."""
+    def commit(self, aside: Directory) -> None:
+        """Replace the old files with the new ones in ``aside``, which are complete and on disk."""
+        aside.sync()
         for file in self.files:
-            os.replace(self.aside / file.name, self.folder / file.name)
+            aside.move(file.name, self.folder / file.name)
         indexed = len(self.files) > 1
         if indexed:
             size = sum(spec.nbytes for file in self.files for spec in file.tensors)
             names = {spec.name: file.name for file in self.files for spec in file.tensors}
             index = {"metadata": {"total_size": size}, "weight_map": names}
-            write_synced(self.aside / INDEX, json.dumps(index, indent=2, ensure_ascii=False))
+            aside.write(INDEX, json.dumps(index, indent=2, ensure_ascii=False))
             sync(self.folder)
-            os.replace(self.aside / INDEX, self.folder / INDEX)
+            aside.move(INDEX, self.folder / INDEX)
         sync(self.folder)
         (self.folder / (SINGLE if indexed else INDEX)).unlink(missing_ok=True)
         sync(self.folder)
@@ -686,7 +695,7 @@ class Replacement:
                 path.unlink()
 
     def abandon(self) -> None:
-        shutil.rmtree(self.aside, ignore_errors=True)
+        delete(self.aside)
 
 
 def dtype_code(dtype: torch.dtype) -> str:
@@ -711,13 +720,6 @@ def sync(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _write_boxes(opened: int, offset: int, spec: TensorSpec, part: LocalShard, boxes: Sequence[Box]) -> None:

@@ -415,12 +415,8 @@ def convert(
     aliases = {key_of(alias[1:]): key_of(of[1:]) for alias, of in opened.aliases.items() if alias[0] == "model"}
     specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in values.items()]
     replacement = Replacement.of(goal, specs, aliases, max_file_bytes)
-    try:
-        replacement.begin()
+    with replacement.begun() as aside:
         replacement.write({name: LocalShard(value) for name, value in values.items()})
-        replacement.commit()
-    except BaseException:
-        replacement.abandon()
-        raise
+        replacement.commit(aside)
     left = [path for path in (*opened.tensors, *opened.objects) if path not in paths and path != ("step",)]
     return sorted({_WORDS.get(path[0], path[0]) for path in left})

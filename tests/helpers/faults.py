@@ -220,8 +220,8 @@ def inject_fault(fault: str, model: Any) -> Any:
 def save_on_full_disk(folder: str, model: nn.Module) -> None:
     """Save a checkpoint. The last rank writes to a full device from its second write on."""
 
-    def create(path: str, mode: str) -> io.FileIO:
-        file = FileIO(path, mode)
+    def create(*arguments: Any, **options: Any) -> io.FileIO:
+        file = FileIO(*arguments, **options)
         if is_last():
             full = os.open("/dev/full", os.O_WRONLY)
             file.write(b"x")

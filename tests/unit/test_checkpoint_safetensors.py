@@ -77,8 +77,8 @@ def test_several_files_have_an_index_and_one_has_none(tmp_path: Path) -> None:
     tensors = [TensorSpec(name, torch.bfloat16, (3,)) for name in "abc"]
     assert [f.name for f in Replacement.of(tmp_path, tensors, {}, 18).files] == ["model.safetensors"]
     files = Replacement.of(tmp_path, tensors, {"tied": "a"}, 12)
-    files.begin()
-    files.commit()
+    with files.begun() as aside:
+        files.commit(aside)
     assert json.loads((tmp_path / "model.safetensors.index.json").read_text()) == {
         "metadata": {"total_size": 18},
         "weight_map": {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from composable_fsdp import diagnostics
-from composable_fsdp.checkpoint import load_safetensors, save
+from composable_fsdp.checkpoint import load_safetensors, save, save_safetensors
 from composable_fsdp.diagnostics.communication_report import text_table
 from composable_fsdp.errors import CheckpointError, ConfigurationError, FSDPError, PeerError, printable
 from tests._internals import _files, checkpoint_save, directory
@@ -139,6 +139,71 @@ def test_a_lock_that_is_a_link_is_not_written_to(tmp_path: Path, link: bool) -> 
         (run / ".lock").hardlink_to(precious)
         save(run, *trained(), step=1)
     assert precious.read_text() == "precious"
+
+
+SAVES: dict[str, Any] = {
+    "*.partial": lambda run: save(run, *trained(), step=1),
+    ".incomplete-*": lambda run: save_safetensors(trained()[0], run, max_file_bytes=40),
+}
+WRITTEN = (
+    *(
+        "__0_0.distcp",
+        ".metadata.tmp",
+        ".metadata",
+        "manifest.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ),
+    *(f"model-{i:05}-of-{n:05}.safetensors" for n in (2, 3) for i in range(1, n + 1)),
+)
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize(
+    ("call", "planted"),
+    [("mkdir", "link"), ("mkdir", "links"), ("fsync", "link"), ("fsync", "links"), ("fsync", "empty")],
+)
+@pytest.mark.parametrize("pattern", SAVES)
+def test_a_folder_that_is_swapped_during_a_save_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, call: str, planted: str
+) -> None:
+    run, precious, theirs = tmp_path / "run", tmp_path / "precious", tmp_path / "theirs"
+    for folder in (run, precious, theirs):
+        folder.mkdir()
+    for name in WRITTEN:
+        (precious / name).write_text(name)
+        if planted == "links":
+            (theirs / name).symlink_to(precious / name)
+    if planted == "link":
+        theirs.rmdir()
+        theirs.symlink_to(precious)
+    plain = getattr(os, call)
+
+    def swapping(*arguments: Any, **options: Any) -> None:
+        plain(*arguments, **options)
+        for found in run.glob(pattern) if os.path.lexists(theirs) else ():
+            found.rename(run / "away")
+            theirs.rename(found)
+
+    monkeypatch.setattr(os, call, swapping)
+    with pytest.raises(CheckpointError, match=r"File exists|Not a dir|Too many|No such file|has put something else"):
+        SAVES[pattern](run)
+    assert {path.name: path.read_text() for path in precious.iterdir()} == {name: name for name in WRITTEN}
+    assert not (run / "step-00000001").exists()
+    assert not list(run.glob("*.safetensors*"))
+
+
+def test_a_file_that_another_rank_made_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "hard").hardlink_to(tmp_path / "precious")
+    (tmp_path / "soft").symlink_to("precious")
+    os.mkfifo(tmp_path / "pipe")
+    folder = _files.Directory(tmp_path)
+    for name in ("hard", "soft", "pipe"):
+        with pytest.raises(OSError, match=rf"(is not the file that was made here|Too many levels).*/{name}'"):
+            folder.reopen(name)
+    for _ in range(2):
+        folder.close()
 
 
 def test_a_hub_cache_is_read_and_other_links_are_not(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import socket
 import stat
 import zlib
@@ -29,9 +28,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from composable_fsdp._consistency.verify_ranks import library_version
-from composable_fsdp._files import create, open_regular, read_text
+from composable_fsdp._files import Directory, create, delete, open_regular, read_text
 from composable_fsdp.checkpoint._coordination import dtype_name
-from composable_fsdp.checkpoint._safetensors import sync, write_synced
+from composable_fsdp.checkpoint._safetensors import sync
 from composable_fsdp.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -155,14 +154,14 @@ class PartialCheckpoint:
         self._lock: int | None = _acquire_lock(path)
         try:
             _clean_up(path)
-            self.partial.mkdir()
+            self._directory = Directory.make(self.partial)
         except BaseException:
             self._unlock()
             raise
 
     def commit(self, keep_last: int | None = None) -> None:
         """Move the written files, already synced, to ``final``. Then delete all but the ``keep_last`` highest steps."""
-        sync(self.partial)
+        self._directory.sync()
         old = self._path / _name_of(self.step, _OLD)
         replaces = os.path.lexists(self.final)
         if replaces:
@@ -179,12 +178,16 @@ class PartialCheckpoint:
                 _remove(each)
         except (OSError, CheckpointError) as error:  # the new checkpoint is complete anyway
             logger.warning("%s: old checkpoints could not be deleted: %s", self._path, error)
-        self._unlock()
+        self._release()
 
     def abandon(self) -> None:
         """Delete the files written so far, unless they are committed."""
         if self._lock is not None:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            delete(self.partial)
+            self._release()
+
+    def _release(self) -> None:
+        self._directory.close()
         self._unlock()
 
     def _unlock(self) -> None:
@@ -200,22 +203,14 @@ def _clean_up(path: Path) -> None:
         elif suffix in (_OLD, _PARTIAL):
             _remove(path / name)
         elif suffix == _DELETED:
-            _delete(path / name)
+            delete(path / name)
 
 
 def _remove(checkpoint: Path) -> None:
     obsolete = checkpoint.with_name(checkpoint.name.partition(".")[0] + _DELETED)
-    _delete(obsolete)
+    delete(obsolete)
     checkpoint.rename(obsolete)
-    _delete(obsolete)  # the next save retries what could not be deleted
-
-
-def _delete(path: Path) -> None:
-    """Delete a directory as far as possible, or a link, a file or a pipe of its name. A pipe must not be opened."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    delete(obsolete)  # the next save retries what could not be deleted
 
 
 def _acquire_lock(path: Path) -> int:
@@ -280,9 +275,9 @@ class Manifest:
         }
         return Manifest(step, ranks, files, tensors, library_version(), torch.__version__)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Directory) -> None:
         body = {"format": FORMAT, **asdict(self)}
-        write_synced(folder / MANIFEST, json.dumps({"crc32": _checksum(body), "manifest": body}, indent=1))
+        folder.write(MANIFEST, json.dumps({"crc32": _checksum(body), "manifest": body}, indent=1))
 
     def share(self, rank: int = 0, ranks: int = 1) -> dict[str, FileRecord]:
         """Return the files that ``rank`` of ``ranks`` checks: each file once, about as many bytes on each rank."""

@@ -36,7 +36,7 @@ import random
 import sys
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -58,6 +58,7 @@ from torch.utils.serialization import config as serialization_config
 from composable_fsdp._core.extents import like, states_below
 from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp._core.params import is_wrapper
+from composable_fsdp._files import Directory
 from composable_fsdp.checkpoint._archive import check_archive
 from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet, said
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, candidates
@@ -465,14 +466,15 @@ class _ChecksummingFile(io.BufferedWriter):
 
 
 class _ChecksummingFileSystem(FileSystem):
-    """A file system that records size and checksum of every file written, and adds the file name to write errors."""
+    """The new files of a directory, with size and checksum of each. It adds the file name to write errors."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Directory) -> None:
+        self.directory = directory
         self.records: dict[str, FileRecord] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        file = _ChecksummingFile(io.FileIO(path, mode))
+        file = _ChecksummingFile(io.FileIO(Path(path).name, mode.replace("w", "x"), opener=self.directory.opener))
         try:
             with file:
                 yield file
@@ -483,9 +485,13 @@ class _ChecksummingFileSystem(FileSystem):
             raise OSError(cause.errno, cause.strerror, str(path)) from error
         self.records[Path(path).name] = FileRecord(file.bytes, f"{file.checksum:08x}")
 
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return False  # the directory is new
+
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+        old, new = Path(path).name, Path(new_path).name
+        self.directory.rename(old, new)
+        self.records[new] = self.records.pop(old)
 
 
 Writes = tuple[list[WriteResult], Mapping[str, FileRecord]]
@@ -495,10 +501,10 @@ Writes = tuple[list[WriteResult], Mapping[str, FileRecord]]
 class ChecksummingWriter(FileSystemWriter):
     """DCP's writer with one synced file per rank. It records size and checksum of each file."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=True)
-        self.fs = file_system = _ChecksummingFileSystem()
-        self.records = file_system.records
+    def __init__(self, directory: Directory) -> None:
+        super().__init__(directory.path, sync_files=True)
+        self.fs = self.files = _ChecksummingFileSystem(directory)
+        self.records = self.files.records
 
     def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> Future[list[WriteResult]]:
         """Write without the checksum that ``torch.save`` computes for each tensor: torch's readers do not check it."""
@@ -530,7 +536,7 @@ class ChecksummingWriter(FileSystemWriter):
         ]
         self.finish(metadata, [results])
         files = {name: record for _, records in written for name, record in records.items()} | self.records
-        Manifest.of(step, ranks, files, metadata).write(Path(self.path))
+        Manifest.of(step, ranks, files, metadata).write(self.files.directory)
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> Writes:
         items = [replace(i, type=WriteItemType.BYTE_IO) if planner.is_pickled(i) else i for i in plan.items]
@@ -688,7 +694,7 @@ class _Save:
             self._metadata.planner_data |= {key_of(alias): alias for alias in by_parameter}
             step = max(candidates(self._path), default=-1) + 1 if self._requested_step is None else self._requested_step
             self._partial_checkpoint = directory = PartialCheckpoint(self._path, step)
-            plans = ChecksummingWriter(directory.partial).prepare_global_plan(plans)
+            plans = FileSystemWriter(directory.partial).prepare_global_plan(plans)
             return [(directory.final.name, directory.partial.name, step, plan) for plan in plans]
 
         with self._abandon_on_failure():
@@ -702,19 +708,23 @@ class _Save:
 
     def write(self) -> None:
         """Write this rank's files, then commit the checkpoint on rank 0."""
-        writer = ChecksummingWriter(self._partial)
+        writer: ChecksummingWriter | None = None
+        opened = ExitStack()
 
         def each() -> Writes:
+            nonlocal writer
+            writer = ChecksummingWriter(opened.enter_context(closing(Directory(self._partial))))
             writer.set_up_storage_writer(self._ranks.rank == 0)
             return writer.write(self._plan, self._planner)
 
         def finish(written: list[Writes]) -> None:
             assert self._partial_checkpoint is not None
             assert self._metadata is not None
+            assert writer is not None
             writer.complete(self._metadata, written, self._aliases, self.step, self._ranks.size)
             self._partial_checkpoint.commit(self._keep_last)
 
-        with self._abandon_on_failure():
+        with self._abandon_on_failure(), opened:
             self._ranks.combine(f"saving {self.final}", each, finish)
 
     @contextmanager
