@@ -25,7 +25,7 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test true-device test-fast plugins check format docs behaviours upstream errors front-page bench bench-quick gpu clients suites clean
+.PHONY: help install demo demo-short quantized elastic test test-torch true-device test-fast plugins check format docs behaviours upstream errors front-page bench bench-quick gpu clients suites clean
 
 FOR_USERS := install|demo|docs|test|test-fast
 
@@ -65,6 +65,19 @@ elastic: $(READY) ## train that model while ranks are killed at random, and comp
 
 test: $(READY) ## run the tests, two at a time (with TEST_ARGS=..., only pytest with these)
 	$(BIN)/python -m pytest $(or $(TEST_ARGS),-n 2 --dist worksteal --durations 25)
+
+# A venv of its own, outside of the repository, with any release of torch, for which no configuration of pip counts: it may
+# pin or cap torch. Tests of packages that are not there are skipped.
+TORCH_VENV ?= $(or $(TMPDIR),/tmp)/composable-fsdp-torch-$(VERSION)
+TORCH_PIP = PIP_CONFIG_FILE=/dev/null XDG_CONFIG_DIRS=/nonexistent $(TORCH_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+test-torch: ## run the tests with another torch: VERSION=2.15.0, with several gigabytes of CUDA libraries (TEST_ARGS=...)
+	@test -n '$(VERSION)' || { echo 'which torch? make test-torch VERSION=2.15.0'; exit 1; }
+	$(PY) -m venv $(TORCH_VENV)
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	echo 'torch==$(VERSION)' >> $(TORCH_VENV)/constraints.txt
+	$(TORCH_PIP) install torch==$(VERSION)
+	$(TORCH_PIP) install -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
+	PATH=$(TORCH_VENV)/bin:$$PATH $(TORCH_VENV)/bin/python -m pytest $(or $(TEST_ARGS),-n 2 --dist worksteal --durations 25)
 
 true-device: $(READY) ## build a device that is not the CPU, by g++, and test training on it
 	TRUE_DEVICE=1 $(BIN)/python -m pytest tests/ranks/test_true_device.py

@@ -26,6 +26,7 @@ from composable_fsdp._consistency.rank_report import set_wait_warning
 from composable_fsdp._consistency.shutdown import shutdown
 from composable_fsdp._core.full_mesh import ShardPlacementResult
 from composable_fsdp._core.seams import OBSERVERS
+from composable_fsdp._torch_version import warn_of_newer_torch
 from composable_fsdp.codecs.blockwise import Int4, Int8
 from composable_fsdp.codecs.cast import Cast
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
@@ -106,6 +107,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+warn_of_newer_torch()
 
 OBSERVERS.append(Recorder())  # diagnostics stand above plugins
 

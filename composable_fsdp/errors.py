@@ -32,6 +32,7 @@ __all__ = [
     "ShardDimError",
     "UnsavableStateWarning",
     "UnsupportedError",
+    "UntestedTorchWarning",
     "printable",
 ]
 
@@ -154,3 +155,7 @@ class PlainParameterWarning(UserWarning):
 
 class UnsavableStateWarning(UserWarning):
     """An optimizer keeps state of a tensor class that no checkpoint can have."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """The installed torch is newer than those with which this library was tested."""

@@ -186,6 +186,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core.root import Root
     from composable_fsdp._core.schedule import Planner
     from composable_fsdp._core.state import Accumulation, ForwardRecord, FSDPState, find_state, state_of
+    from composable_fsdp._torch_version import NEWEST, OLDEST
     from composable_fsdp.checkpoint import _coordination as rank_group
     from composable_fsdp.checkpoint import _safetensors as safetensors_files
     from composable_fsdp.checkpoint._archive import FilePart, check_archive

@@ -33,6 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -321,11 +322,10 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of packages."""
-    found = {"python": platform.python_version()}
-    for package in ("torch", "composable_fsdp"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+    """Return the versions of Python and of packages, that of torch with its build, such as ``2.15.0+cu132``."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    with suppress(importlib.metadata.PackageNotFoundError):
+        found["composable_fsdp"] = importlib.metadata.version("composable_fsdp")
     return found
 
 

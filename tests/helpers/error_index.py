@@ -29,6 +29,7 @@ SECTIONS = {
         "errors.py",
         "init",
         "policies.py",
+        "_torch_version.py",
         "wrap",
         "interop",
     ),

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # in one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "trace", "_files"),
-    ("policies",),
+    ("policies", "_torch_version"),
     ("_core",),
     ("codecs", "_consistency", "plan.dry_run"),
     ("_api.strategy",),

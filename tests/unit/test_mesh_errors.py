@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp as peer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.testing import assert_close
@@ -114,6 +115,9 @@ def test_unrelated_meshes_are_shown_with_the_remedy() -> None:
     assert_refused(MeshError, match, place_linear(mesh["tp"], Shard(0)))  # the default mesh is not a slice
 
 
+torch_result: Any = getattr(_fsdp_common, "ShardPlacementResult", ShardPlacementResult)  # torch 2.11 has none
+
+
 @pytest.mark.behaviour("A-05")
 @pytest.mark.parametrize("info", [None, 0, "dp", Shard(0), (0, 1)], ids=repr)
 def test_a_placement_result_without_a_mesh_is_shown(info: object) -> None:
@@ -128,7 +132,7 @@ def test_torchs_mesh_infos_must_shard_over_the_last_dim() -> None:
     model = nn.Linear(3, 4)
 
     def check_refused(info: object, match: str) -> None:
-        result = TorchResult(Shard(0), info)  # type: ignore[arg-type]
+        result = torch_result(Shard(0), info)
         assert_refused(ConfigurationError, match, model, shard_placement_fn=lambda p: result)
 
     check_refused(DDPMeshInfo(mesh["a"], replicate_mesh_dim=0), r"'weight'.*mesh_info is a DDPMeshInfo")

@@ -14,7 +14,9 @@ import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp import _fully_shard
 from torch.torch_version import TorchVersion
 
+from tests._internals import NEWEST, OLDEST
 from tests.helpers import upstream
+from tests.helpers.fresh_process import run_program
 
 OF_SOME_RELEASES = {
     "fully_shard(dp_mesh_dims)",  # 2.11
@@ -55,6 +57,34 @@ def test_names_are_in_the_releases_that_the_page_says() -> None:
         expected = release != "no release" and TorchVersion(torch.__version__) >= TorchVersion(release)
         for name in re.findall("`(.*?)`", names):
             assert is_in_torch(name) is expected, f"{name} in torch {torch.__version__}"
+
+
+def test_a_torch_that_is_newer_than_the_tested_ones_is_warned_of_once_and_not_refused() -> None:
+    program = """
+import sys, warnings, torch
+warnings.resetwarnings()
+warnings.showwarning = lambda message, category, file, *_: print(category.__name__, file, message)
+torch.__version__ = sys.argv[1]
+import composable_fsdp, composable_fsdp.optim
+from composable_fsdp import fully_shard
+"""
+    newer = run_program(program, "2.16.0.dev20261128+cpu")
+    assert newer.stdout.splitlines() == [
+        "UntestedTorchWarning <string> This is torch 2.16.0.dev20261128+cpu; composable_fsdp was tested with torch "
+        "2.11 to 2.15. It uses private parts of torch, which may have changed. If training fails, install one of "
+        "these, or a newer composable_fsdp. Else filter this composable_fsdp.errors.UntestedTorchWarning."
+    ]
+    for tested in ("2.15.3+cu132", "2.11.0"):
+        assert run_program(program, tested).stdout == ""
+
+
+def test_the_range_of_torch_is_the_same_wherever_it_is_said() -> None:
+    root = Path(__file__).parents[2]
+    oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    assert f'"torch>={oldest}",' in (root / "pyproject.toml").read_text()
+    assert f"torch-{oldest}%20to%20{newest}-" in (root / "README.md").read_text()
+    for page in ("README.md", "docs/index.md", "docs/compatibility.md"):
+        assert f"torch {oldest} to {newest}" in " ".join((root / page).read_text().split()), page
 
 
 def test_a_name_a_parameter_and_a_default_that_only_torch_has_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
