@@ -355,6 +355,7 @@ def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: in
         UnsupportedError: matplotlib is not installed.
     """
     try:
+        import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise UnsupportedError("a picture needs matplotlib: pip install matplotlib") from error
@@ -366,14 +367,16 @@ def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: in
     number = processes[0].typical if step is None else range(len(steps))[step]
     shown = processes[:_MOST_PROCESSES]
     begin, end = steps[number].begin, steps[number].end
-    figure = Figure(figsize=(7, 0.6 + 1.7 * len(shown)), layout="constrained")
-    rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, lanes in zip(rows, shown, strict=True):
-        _draw_lanes(axes, lanes, number, begin, end)
-    rows[-1].set_xlabel("ms", fontsize=_FONT_SIZE)
-    rows[-1].set_xlim(0, 1e3 * (end - begin))
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=200, format=Path(path).suffix[1:] or None)
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a matplotlibrc in the current folder, which others may have sent, can run latex
+        figure = Figure(figsize=(7, 0.6 + 1.7 * len(shown)), layout="constrained")
+        rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, lanes in zip(rows, shown, strict=True):
+            _draw_lanes(axes, lanes, number, begin, end)
+        rows[-1].set_xlabel("ms", fontsize=_FONT_SIZE)
+        rows[-1].set_xlim(0, 1e3 * (end - begin))
+        figure.savefig(drawn, dpi=200, format=Path(path).suffix[1:] or None)
     replace_file(path, drawn.getvalue())
 
 

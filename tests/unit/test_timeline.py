@@ -204,6 +204,16 @@ def test_a_picture_of_a_step_is_drawn(tmp_path: Path) -> None:
         write_timeline(STEP[:3], tmp_path / "u.png")
 
 
+def test_a_picture_is_drawn_without_the_settings_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ``matplotlibrc`` in the current folder may have been sent, and latex runs what its preamble says."""
+    matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
+    monkeypatch.setenv("PATH", str(tmp_path))  # has no latex: it cannot be run without an error
+    with matplotlib.rc_context({"text.usetex": True, "savefig.format": "pdf"}):
+        write_timeline(STEP, tmp_path / "t.svg")
+        assert matplotlib.rcParams["text.usetex"], "settings of the program are kept"
+    assert "<svg" in (tmp_path / "t.svg").read_text()
+
+
 def test_notebooks_show_reports_as_they_are_printed() -> None:
     rows = s.Schedule((s.Step(Event(Hook.PRE_FORWARD, "<a>"), (s.Wait("<a>"), s.Free("<a>"))),))._repr_html_()
     assert rows == "<pre>pre-forward &lt;a&gt; | wait &lt;a&gt;; free &lt;a&gt;</pre>"
