@@ -141,6 +141,25 @@ def test_a_lock_that_is_a_link_is_not_written_to(tmp_path: Path, link: bool) -> 
     assert precious.read_text() == "precious"
 
 
+@pytest.mark.behaviour("F-12")
+def test_a_lock_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(CheckpointError, match=r"\.lock is no file to lock: it is a pipe or a device\. Delete it\."):
+        save(tmp_path, *trained(), step=1)
+
+
+def test_pipes_and_links_named_like_leftovers_of_a_safetensors_save_are_deleted(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").touch()
+    run = tmp_path / "run"
+    run.mkdir()
+    os.mkfifo(run / ".incomplete-1")
+    (run / ".incomplete-2").symlink_to(tmp_path / "precious")
+    save_safetensors(trained()[0], run)
+    assert os.listdir(run) == ["model.safetensors"]
+    assert (tmp_path / "precious" / "file").exists()
+
+
 SAVES: dict[str, Any] = {
     "*.partial": lambda run: save(run, *trained(), step=1),
     ".incomplete-*": lambda run: save_safetensors(trained()[0], run, max_file_bytes=40),

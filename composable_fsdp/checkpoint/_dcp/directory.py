@@ -222,6 +222,10 @@ def _acquire_lock(path: Path) -> int:
         descriptor = create(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{path / _LOCK} is no file to lock: {error.strerror}. Delete it.") from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path / _LOCK} is no file to lock: it is a pipe or a device. Delete it.")
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -230,8 +234,7 @@ def _acquire_lock(path: Path) -> int:
         raise CheckpointError(f"{path} is being written to by {holder}. Wait for it, or save elsewhere.") from None
     except OSError:
         return descriptor
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:  # a hard link may be of somebody else's file
+    if found.st_nlink == 1:  # a hard link may be of somebody else's file
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return descriptor
