@@ -47,7 +47,7 @@ Groups = list[dict[str, Any]]
 def _soap(groups: Groups) -> torch.optim.Optimizer:
     from pytorch_optimizer import SOAP
 
-    return SOAP(groups, precondition_frequency=1)
+    return SOAP(groups, precondition_frequency=100)  # rounding of a decomposition depends on memory: see the page
 
 
 def _shampoo(groups: Groups) -> torch.optim.Optimizer:
@@ -363,12 +363,6 @@ NOTES = [
         r"^AdamW, fused: one step later: .* differs by [0-9.]+e-0[789] of the largest element$",
         "The state is the same. In the next step, the fused kernel rounds the last elements of each tensor otherwise, "
         "and a shard ends elsewhere than the tensor: less than 1e-6 of the largest element.",
-    ),
-    Note(
-        r"^SOAP: one step later: .* differs by [0-9.]+e-0[3-9] of the largest element$",
-        "The state is the same. The unsharded SOAP has eigenvectors transposed in memory, a shard and a file have them "
-        "by rows: products with them round otherwise, which the next decomposition magnifies, to less than 1e-2 of the "
-        "largest element.",
     ),
 ]
 

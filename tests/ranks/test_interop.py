@@ -66,7 +66,6 @@ def test_each_noted_difference_is_found_and_torchs_functions_alone_have_those_sa
         ("SGD", Way("dict", UNSHARDED, OURS), NESTED),
         ("AdamW", Way("dict", UNSHARDED, OURS), NESTED),
         ("SOAP", Way("dict", OURS, UNSHARDED), NESTED),
-        ("SOAP", Way("load", UNSHARDED, OURS), NESTED),
         ("AdamW, fused", Way("load", UNSHARDED, OURS), NESTED),
     ]
     found = run_ranks(exchange, 2, "2 ranks", cells, tmp_path, timeout=240)
