@@ -335,6 +335,7 @@ class Note:
 
     pattern: str
     text: str
+    depends_on_values: bool = False
 
 
 NOTES = [
@@ -352,17 +353,18 @@ NOTES = [
     ),
     Note(
         r"^[^:]+: \['groups'\]\[\d\]\['(betas|eps)'\] is of type list, not tuple$",
-        "`set_state_dict` with `full_state_dict` makes lists of settings that are tuples, on more than one rank.",
+        "`set_state_dict` with `full_state_dict` makes lists of settings that are tuples, such as `betas`.",
     ),
     Note(
-        r"^SOAP: \['state'\]\['layers\.0\.bias'\] has .*, not \['GG', 'Q'|^SOAP: KeyError: 'Q'",
+        r"^SOAP: \['state'\]\['layers\.0\.bias'\] has .*, not \['GG', 'Q'|^SOAP: .*KeyError: 'Q'",
         "`set_state_dict` with `full_state_dict` drops lists without tensors, which SOAP has for biases: its next step "
         "raises `KeyError`.",
     ),
     Note(
-        r"^AdamW, fused: one step later: .* differs by [0-9.]+e-0[789] of the largest element$",
+        r"^AdamW, fused: one step later: .* differs by [0-9.]+e-(0[789]|1\d) of the largest element$",
         "The state is the same. In the next step, the fused kernel rounds the last elements of each tensor otherwise, "
         "and a shard ends elsewhere than the tensor: less than 1e-6 of the largest element.",
+        depends_on_values=True,
     ),
 ]
 
@@ -400,7 +402,7 @@ def outcomes(mesh: str, cells: Sequence[Cell], folder: Path) -> list[list[Note]]
             notes = notes_of(texts)
             if notes:
                 alone = _of_all_ranks(outcome(world, name, way.control, form, at.with_suffix(".alone")))
-                wrong = [note for note in notes if note not in notes_of(alone)]
+                wrong = [note for note in notes if note not in notes_of(alone) and not note.depends_on_values]
                 if wrong:
                     raise ValueError(f"{wrong}, but torch alone: {alone}")
         except ValueError as error:

@@ -29,8 +29,8 @@ pytorch_optimizer {pytorch_optimizer}. `tests/ranks/test_interop.py` runs a part
 Each optimizer takes three steps of a model with a buffer, a frozen parameter and two groups with settings of their
 own. The state then goes into a model and an optimizer with other values. "bits" means: parameters, buffers and state,
 gathered in full, and settings are those before the exchange, and are the same in both models after one more step of
-both with the same gradients. Each cell is about {meshes}. FSDP2 is torch's `fully_shard` on the same mesh. The
-unsharded model is whole on every rank.
+both with the same gradients. Each cell is about all of {meshes}.
+FSDP2 is torch's `fully_shard` on the same mesh. The unsharded model is whole on every rank.
 
 | column | state goes |
 |---|---|
@@ -42,12 +42,14 @@ unsharded model is whole on every rank.
 | F | from our full state dicts to `set_state_dict` of the unsharded model, and from its `get_state_dict` to ours |
 
 "flattened" is `flatten_optimizer_state_dict=True` of torch's options. A number is that of a note below.
-In each such exchange torch's functions alone do the same with FSDP2 in the place of this library, in the same run.
+In each such exchange torch's functions alone do the same with FSDP2 in the place of this library, in the same run;
+whether rounding differs (6) depends on the values too.
 """
 
 _WHOLE = """\
-{names} step by [`owner_step`](how-to/optimizers.md), on FSDP2 too. Without it, FSDP2 of this torch cannot step them on
-any of the meshes:
+`AdamW8bit` of torchao is not in the table. {names} step by [`owner_step`](how-to/optimizers.md), on
+FSDP2 too; the step of SOAP that is compared has no new decomposition, whose rounding depends on how eigenvectors lie in
+memory. Without `owner_step`, FSDP2 of this torch cannot step them on any of the meshes:
 """
 
 

@@ -15,11 +15,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import load, save
 from tests.helpers.interop import (
+    COLUMNS,
     FLATTENED,
     FSDP2,
     MESHES,
     NESTED,
     NOTES,
+    OPTIMIZERS,
     OURS,
     UNSHARDED,
     Cell,
@@ -28,6 +30,7 @@ from tests.helpers.interop import (
     notes_of,
     outcomes,
 )
+from tests.helpers.interop_page import PAGE
 from tests.helpers.run_ranks import run_ranks
 
 
@@ -112,3 +115,11 @@ def test_differences_are_named_at_any_depth() -> None:
     ]
     with pytest.raises(ValueError, match=r"\['b'\] has \[\], not \['c'\]"):
         notes_of(["['b'] has [], not ['c']"])
+
+
+def test_the_page_has_a_row_for_each_optimizer_and_all_notes() -> None:
+    page = PAGE.read_text()
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.count(" | ") == len(COLUMNS)]
+    assert rows[1:] == list(OPTIMIZERS)
+    for number, note in enumerate(NOTES, 1):
+        assert f"\n{number}. {note.text}" in page
