@@ -116,7 +116,7 @@ class RankGroup:
             if isinstance(reply, Failure) and reply.is_lost:
                 reply = Failure(f"rank 0: {reply.text}")
         if isinstance(reply, Failure):
-            raise reply.kind(f"{what}: {reply.text}") from error
+            raise reply.kind(f"{what}: {reply.text}") from _printable_causes(error)
         return cast(R, reply)
 
     def combine(self, what: str, each: Callable[[], T], central: Callable[[list[T]], R]) -> R:
@@ -161,6 +161,22 @@ class RankGroup:
         if job is not None and job.group is self._group:
             job.group = None
         return Failure(f"gone, or did not answer within {self._timeout:g} s ({reason})", is_lost=True)
+
+
+def _printable_causes(error: Exception | None) -> Exception | None:
+    """Return ``error`` with texts that are printable, in it and its causes: Python prints all if nobody catches it.
+
+    They are errors of torch, safetensors and pickle, with names of classes, dtypes and codecs from files.
+    """
+    found: dict[int, BaseException] = {}
+    following: list[BaseException | None] = [error]
+    while following:
+        each = following.pop()
+        if each is not None and id(each) not in found:
+            found[id(each)] = each
+            each.args = tuple(printable(text) if isinstance(text, str) else text for text in each.args)
+            following += [each.__cause__, each.__context__]
+    return error
 
 
 def _decide(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from composable_fsdp import diagnostics
 from composable_fsdp.checkpoint import load_safetensors, save, save_safetensors
 from composable_fsdp.diagnostics.communication_report import text_table
 from composable_fsdp.errors import CheckpointError, ConfigurationError, FSDPError, PeerError, printable
-from tests._internals import _files, checkpoint_save, directory
+from tests._internals import _files, checkpoint_save, directory, rank_group
 from tests.helpers.command import run_command
 from tests.helpers.single_rank_checkpoints import trained
 
@@ -281,6 +283,35 @@ def test_sizes_in_a_header_of_safetensors_are_checked(tmp_path: Path, length: in
     (tmp_path / "model.safetensors").write_bytes(size + text + bytes(16))
     with pytest.raises(CheckpointError, match="is damaged, or no safetensors file"):
         load_safetensors(torch.nn.Linear(2, 2), tmp_path)
+
+
+@pytest.mark.parametrize("mark", ["\x1b]0;owned\x07", "\x9b2J", "\u202e"])
+def test_causes_of_errors_are_printable(tmp_path: Path, mark: str) -> None:
+    header = json.dumps({mark: {"dtype": mark, "shape": [1], "data_offsets": [0, 4]}}, ensure_ascii=False).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(CheckpointError) as raised:
+        load_safetensors(torch.nn.Linear(2, 2), tmp_path)
+    text = "".join(traceback.format_exception(raised.value))
+    assert "SafetensorError" in text
+    assert mark not in text
+    assert printable(mark) in text
+
+
+def test_all_causes_of_an_error_are_printable() -> None:
+    def refuse() -> None:
+        try:
+            raise KeyError("\x1b[1m")
+        except KeyError:
+            try:
+                raise pickle.UnpicklingError("\x1b[2m", 3)
+            except pickle.UnpicklingError as error:
+                raise ValueError("\x1b[3m\nx") from error
+
+    with pytest.raises(CheckpointError) as raised:
+        rank_group.RankGroup(0, 1, None, 1).agree("loading", refuse)
+    text = "".join(traceback.format_exception(raised.value))
+    assert "\x1b" not in text
+    assert all(f"x1b[{number}m" in text for number in (1, 2, 3))
 
 
 def test_a_long_name_lengthens_one_line_of_a_table() -> None:
