@@ -164,6 +164,9 @@ def _in_model(paths: list[ContentsPath]) -> list[ContentsPath]:
 _MOST_VALUES, _MOST_DEPTH = 1_000_000, 50
 """The most values of a file, and mappings around one. A mapping may be in itself, or twice in each of many others."""
 
+_MOST_EXPANSION = 10
+"""The most bytes of all tensors by those of their file: tensors may share values, and ``expand`` repeats them."""
+
 
 def _open_torch(path: Path) -> Source:
     """Open a file of a state dict, or of ``{"model": state dict, "optimizer": …, …}``, without reading its tensors."""
@@ -176,6 +179,12 @@ def _open_torch(path: Path) -> Source:
     values = dict(zip(_in_model(list(values)), values.values(), strict=True))
     plain = {at: _checked(at, value) for at, value in values.items() if isinstance(value, torch.Tensor)}
     tensors, aliases = _tied({at: ((v.data_ptr(), v.dtype, v.shape, v.stride()), v) for at, v in plain.items()})
+    nbytes, most = sum(tensor.nbytes for tensor in tensors.values()), _MOST_EXPANSION * path.stat().st_size
+    if nbytes > most:  # strides of 0 make a large tensor of one number
+        raise CheckpointError(
+            f"{path} has tensors of {nbytes} bytes, more than {_MOST_EXPANSION} times its own: their values overlap. "
+            "Save contiguous copies of them."
+        )
     objects = [at for at in values if at not in plain]
     return Source(path, Kind.TORCH, tensors, aliases, objects, lambda paths: {at: tensors[at] for at in paths})
 

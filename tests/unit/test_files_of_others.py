@@ -339,6 +339,21 @@ def test_mappings_in_a_file_of_torch_may_be_in_themselves_or_repeat(tmp_path: Pa
         assert done.exit_code == 1
 
 
+@pytest.mark.parametrize("part", [torch.ones(1).expand(10**5), torch.ones(4, 1).expand(4, 2000)])
+def test_tensors_of_a_file_of_torch_are_not_far_larger_than_it(tmp_path: Path, part: torch.Tensor) -> None:
+    path = tmp_path / "sent.pt"
+    torch.save({"x": part, "mask": torch.ones(1).expand(5)}, path)
+    for command in ("inspect", "convert"):
+        done = run_command("checkpoint", command, path, *([tmp_path / "out"] if command == "convert" else []))
+        assert (
+            f"{path} has tensors of {part.nbytes + 20} bytes, more than 10 times its own: their values" in done.stderr
+        )
+        assert done.exit_code == 1
+    assert not (tmp_path / "out").exists()
+    torch.save({"mask": torch.ones(1).expand(5)}, path)
+    assert run_command("checkpoint", "convert", path, tmp_path / "out").exit_code == 0
+
+
 @pytest.mark.parametrize("position", [-1, 625, 2**31 - 1])
 def test_a_random_state_of_numpy_is_inside_its_numbers(position: int) -> None:
     numpy = pytest.importorskip("numpy")
