@@ -82,7 +82,7 @@ def valid_metadata(folder: Path) -> bytes:
         for index, chunk in enumerate(chunks):
             at = MetadataIndex(key, chunk.offsets, index)
             places[at] = _StorageInfo("__0_0.distcp", 200 * number + 100 * index, 100)
-    planned = {key: ("model", key.removeprefix("model."), 0) for key in saved}
+    planned = {key: tuple(key.split(".", 1)) for key in saved}
     stored = StorageMeta(folder, "save", None, ["a"])
     return pickle.dumps(Metadata(saved, planned, places, stored))
 

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import struct
 import traceback
 from pathlib import Path
 from typing import Any
@@ -362,3 +363,25 @@ def test_a_random_state_of_numpy_is_inside_its_numbers(position: int) -> None:
     with pytest.raises(CheckpointError, match=f"the random state of numpy is at {position} of 624 numbers"):
         checkpoint_save.set_random_state(state)
     assert 0 <= numpy.random.get_state()[2] <= 624
+
+
+@pytest.mark.parametrize(("left", "position"), [(624, 624), (2, 624), (0, 625), (625, 0), (-1, 626), (1, 1)])
+def test_a_random_state_of_torch_is_inside_its_numbers(left: int, position: int) -> None:
+    before = torch.get_rng_state()
+    raw = bytearray(before.numpy().tobytes())
+    struct.pack_into("<i", raw, 8, left)
+    struct.pack_into("<Q", raw, 16, position)
+    state = {"python": random.getstate(), "cpu": torch.frombuffer(raw, dtype=torch.uint8)}
+    with pytest.raises(CheckpointError, match=f"random state of torch is at {position} of 624 numbers, {left} left"):
+        checkpoint_save.set_random_state(state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, 623, 624, 625, 1248, 1249])
+def test_each_random_state_of_torch_is_restored(draws: int) -> None:
+    torch.manual_seed(3)
+    torch.empty(draws, dtype=torch.int32).random_()
+    state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    wanted = torch.rand(3)
+    checkpoint_save.set_random_state(state)
+    assert torch.equal(torch.rand(3), wanted)

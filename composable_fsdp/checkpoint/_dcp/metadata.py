@@ -11,10 +11,9 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, ItemsView
-from itertools import combinations, starmap
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -35,8 +34,10 @@ from composable_fsdp.errors import CheckpointError
 _MOST_BYTES_AT_ONCE = 1 << 20
 """The most bytes that one opcode may ask for. Python writes frames of about 64 KiB."""
 
-_MOST, _MOST_DIMS, _MOST_PARTS, _MOST_LETTERS = 2**63 - 1, 64, 1000, 10_000
-"""The most that a number, the dims of a tensor, the parts of a path and the letters of a text may be."""
+_MOST, _MOST_DIMS, _MOST_PARTS, _MOST_LETTERS, _MOST_OF_NAME = 2**63 - 1, 64, 1000, 10_000, 100
+"""The most that a number, the dims of a tensor, the parts of a path, the letters of a text and those of the name of a
+class or module may be.
+"""
 
 _ADMITTED = b"".join(
     (
@@ -83,14 +84,18 @@ def read_metadata(folder: Path, manifest: Manifest | None = None) -> Metadata:
 
 
 class _Object:
-    """An object as its pickle describes it: the name of what would be called, its arguments, and the state."""
+    """An object as its pickle describes it: the name of what would be called, its arguments, and the state.
 
-    __slots__ = ("arguments", "kind", "state")
+    A pickle names an object again in three bytes. So ``made`` keeps what was built of one, which may be large.
+    """
+
+    __slots__ = ("arguments", "kind", "made", "state")
 
     def __init__(self, kind: object, arguments: object) -> None:
         self.kind = kind
         self.arguments = arguments
         self.state: object = None
+        self.made: Any = None
 
 
 class _BoundedFile(io.BufferedReader):
@@ -113,7 +118,7 @@ class _Values(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> str:
-        return _text(f"{_text(module)}.{_text(name)}")
+        return _text(f"{_text(module, _MOST_OF_NAME)}.{_text(name, _MOST_OF_NAME)}")
 
     def _call(self) -> None:
         arguments = self.stack.pop()
@@ -147,10 +152,11 @@ class _Values(pickle._Unpickler):
 
 
 def _metadata(value: object, nbytes: int) -> Metadata:
-    """Build the metadata that a stream of ``nbytes`` describes, which has at most as many chunks."""
+    """Build the metadata that a stream of ``nbytes`` describes. These bound the work: it has at most as many chunks."""
     fields = _fields(value, Metadata)
     planned = fields.get("planner_data")
     saved: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    chunks: _Chunks = {}
     keys = _dict(fields["state_dict_metadata"])
     unread = "optimizer.param_groups." if any(key == "optimizer.layouts" for key, _ in keys) else None
     for key, each in keys:
@@ -158,11 +164,13 @@ def _metadata(value: object, nbytes: int) -> Metadata:
             unread
         ):  # for torch's functions, several in one place: layouts have them too
             continue
-        saved[_text(key)] = stored = _stored(each, nbytes)
+        saved[_text(key)] = stored = _stored(each, chunks)
         nbytes -= len(stored.chunks) if isinstance(stored, TensorStorageMetadata) else 0
+        if nbytes < 0:
+            raise pickle.UnpicklingError("it repeats chunks")
     return Metadata(
         saved,
-        planned and {_text(key): _path(each) for key, each in _dict(planned) if key in saved},
+        planned and {_text(key): _path(key, each) for key, each in _dict(planned) if key in saved},
         {_index(key): _place(each) for key, each in _dict(fields["storage_data"])},
     )
 
@@ -171,17 +179,17 @@ def _fields(value: object, kind: type) -> dict[Any, Any]:
     if type(value) is not _Object or value.kind != f"{kind.__module__}.{kind.__qualname__}":
         asked = value.kind if type(value) is _Object and type(value.kind) is str else type(value).__name__
         raise pickle.UnpicklingError(f"it has a {asked} where torch has a {kind.__name__}")
-    return dict(_dict(value.state or {}))
+    return _of_type(value.state or {}, dict)
 
 
 def _dict(value: object) -> ItemsView[Any, Any]:
     return _of_type(value, dict).items()
 
 
-def _text(value: object) -> str:
+def _text(value: object, most: int = _MOST_LETTERS) -> str:
     text = _of_type(value, str)
-    if len(text) > _MOST_LETTERS:
-        raise pickle.UnpicklingError(f"it has a text of {len(text)} letters, of which {_MOST_LETTERS} are read")
+    if len(text) > most:
+        raise pickle.UnpicklingError(f"it has a text of {len(text)} letters, of which {most} are read")
     return text
 
 
@@ -199,34 +207,53 @@ def _number(value: object) -> int:
 
 
 def _size(value: object) -> torch.Size:
-    given = value.arguments if type(value) is _Object and value.kind == "torch.Size" else (value,)
-    (numbers,) = _of_type(given, tuple)
+    if type(value) is _Object and value.kind == "torch.Size":
+        if value.made is None:
+            (numbers,) = _of_type(value.arguments, tuple)
+            value.made = _size(numbers)
+        return _of_type(value.made, torch.Size)
+    numbers = value
     size = torch.Size(map(_number, _of_type(numbers, tuple)[: _MOST_DIMS + 1]))
     if len(size) > _MOST_DIMS or prod(size) > _MOST:
         raise pickle.UnpicklingError("it has a tensor that no memory can hold")
     return size
 
 
-def _path(value: object) -> tuple[str | int, ...]:
+def _path(key: str, value: object) -> tuple[str | int, ...]:
+    """Return the path of ``key``, which joins its parts. So paths have no more letters than their keys."""
     path = _of_type(value, tuple)
     _text(path[0] if path else None)
-    if len(path) > _MOST_PARTS:
-        raise pickle.UnpicklingError(f"it has a path of {len(path)} parts")
+    if max(len(path), key.count(".")) > _MOST_PARTS:
+        raise pickle.UnpicklingError(f"it has a path of more than {_MOST_PARTS} parts")
+    if sum(1 if type(part) is int else len(_text(part)) for part in path) > len(key):
+        raise pickle.UnpicklingError(f"{key[:100]} is not what joins its path")
     found = tuple(_number(part) if type(part) is int else _text(part) for part in path)
-    _text(".".join(map(str, found)))
+    if ".".join(map(str, found)) != key:
+        raise pickle.UnpicklingError(f"{key[:100]} is not what joins its path")
     return found
 
 
-def _stored(value: object, most_chunks: int) -> TensorStorageMetadata | BytesStorageMetadata:
+_Chunks: TypeAlias = dict[int, tuple[torch.Size, list[ChunkStorageMetadata]]]
+"""The size of a tensor and its chunks, by the address of the list in the pickle. Tensors may share lists."""
+
+
+def _stored(value: object, known: _Chunks) -> TensorStorageMetadata | BytesStorageMetadata:
     """Return the metadata of one value. Chunks tile the tensor: torch writes no others, and reads all of them."""
     if type(value) is _Object and value.kind == f"{BytesStorageMetadata.__module__}.{BytesStorageMetadata.__name__}":
         return BytesStorageMetadata()
     fields = _fields(value, TensorStorageMetadata)
-    size = _size(fields["size"])
+    size, listed = _size(fields["size"]), _of_type(fields["chunks"], list)
+    if id(listed) not in known:
+        known[id(listed)] = size, _chunks(listed, size)
+    whole, chunks = known[id(listed)]
+    if whole != size:
+        raise pickle.UnpicklingError("tensors of several sizes have the same chunks")
+    return TensorStorageMetadata(TensorProperties(_dtype(fields["properties"])), size, chunks)
+
+
+def _chunks(listed: list[object], size: torch.Size) -> list[ChunkStorageMetadata]:
     chunks: list[ChunkStorageMetadata] = []
-    for each in _of_type(fields["chunks"], list):
-        if len(chunks) == most_chunks:
-            raise pickle.UnpicklingError("it repeats chunks")
+    for each in listed:
         found = _fields(each, ChunkStorageMetadata)
         chunk = ChunkStorageMetadata(_size(found["offsets"]), _size(found["sizes"]))
         if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
@@ -238,7 +265,7 @@ def _stored(value: object, most_chunks: int) -> TensorStorageMetadata | BytesSto
         raise pickle.UnpicklingError("the chunks of a tensor do not have its number of elements")
     if chunks_overlap([chunk for chunk in chunks if prod(chunk.sizes)]):
         raise pickle.UnpicklingError("chunks of a tensor overlap")
-    return TensorStorageMetadata(TensorProperties(_dtype(fields["properties"])), size, chunks)
+    return chunks
 
 
 def chunks_overlap(chunks: list[ChunkStorageMetadata], dim: int = 0) -> bool:
@@ -256,16 +283,18 @@ def chunks_overlap(chunks: list[ChunkStorageMetadata], dim: int = 0) -> bool:
         if len({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in cluster}) == 1:
             if chunks_overlap(cluster, dim + 1):
                 return True
-        elif len(cluster) > _MOST_IRREGULAR or any(starmap(_both_hold, combinations(cluster, 2))):
+        elif len(cluster) > _MOST_IRREGULAR or _any_pair_overlaps(cluster):
             return True
     return False
 
 
-def _both_hold(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
-    return all(
-        a < b + length and b < a + width
-        for a, width, b, length in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    )
+def _any_pair_overlaps(chunks: list[ChunkStorageMetadata]) -> bool:
+    begins = torch.tensor([chunk.offsets for chunk in chunks]).t()
+    both = torch.ones(len(chunks), len(chunks), dtype=torch.bool)
+    for begin, length in zip(begins, torch.tensor([chunk.sizes for chunk in chunks]).t(), strict=True):
+        before = begin[:, None] < begin + length
+        both &= before & before.t()
+    return int(both.sum()) > len(chunks)  # each overlaps itself
 
 
 def _dtype(value: object) -> torch.dtype:

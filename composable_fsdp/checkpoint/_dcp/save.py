@@ -33,6 +33,7 @@ import io
 import operator
 import os
 import random
+import struct
 import sys
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -294,8 +295,10 @@ def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 # -- random number generators
 
 
-_NUMPY_NUMBERS = 624
-"""The numbers in numpy's generator. It does not compare a restored position with them, and reads other memory."""
+_TWISTER_NUMBERS = 624
+"""The numbers in the generators of numpy and of torch on the CPU. Neither compares a restored position with them, so
+that a wrong one would read other memory.
+"""
 
 
 def _random_state() -> dict[str, Any]:
@@ -312,13 +315,16 @@ def _random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore the states that :func:`_random_state` returned, except those of generators that do not exist here."""
     random.setstate(state["python"])
+    left, _, position = struct.unpack_from("<iiQ", bytes(state["cpu"][:24].tolist()), 8)  # after the seed
+    if (left, position) != (1, 0) and (left + position != _TWISTER_NUMBERS + 1 or not left > 0 < position):
+        raise CheckpointError(f"the random state of torch is at {position} of {_TWISTER_NUMBERS} numbers, {left} left.")
     torch.set_rng_state(state["cpu"])
     accelerator = current_accelerator()
     if accelerator is not None and accelerator.type in state:
         torch.get_device_module(accelerator.type).set_rng_state(state[accelerator.type])
     if "numpy" in state and "numpy" in sys.modules:
-        if not 0 <= (position := state["numpy"][2]) <= _NUMPY_NUMBERS:
-            raise CheckpointError(f"the random state of numpy is at {position} of {_NUMPY_NUMBERS} numbers.")
+        if not 0 <= (position := state["numpy"][2]) <= _TWISTER_NUMBERS:
+            raise CheckpointError(f"the random state of numpy is at {position} of {_TWISTER_NUMBERS} numbers.")
         sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
 
 
