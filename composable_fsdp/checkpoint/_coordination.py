@@ -174,7 +174,7 @@ def _printable_causes(error: Exception | None) -> Exception | None:
         each = following.pop()
         if each is not None and id(each) not in found:
             found[id(each)] = each
-            each.args = tuple(printable(text) if isinstance(text, str) else text for text in each.args)
+            each.args = tuple(printable(part) if isinstance(part, str) else part for part in each.args)
             following += [each.__cause__, each.__context__]
     return error
 
