@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from composable_fsdp.diagnostics.communication_report import text_table
 from composable_fsdp.diagnostics.describe import count
@@ -63,7 +63,7 @@ def size_text(nbytes: int) -> str:
 
 def show(text: str) -> None:
     """Print ``text`` on stdout."""
-    sys.stdout.write(f"{printable(text)}\n")
+    _write(sys.stdout, text)
 
 
 def show_json(value: Any) -> None:
@@ -73,4 +73,10 @@ def show_json(value: Any) -> None:
 
 def show_error(text: str) -> None:
     """Print ``text`` on stderr."""
-    sys.stderr.write(f"{printable(text)}\n")
+    _write(sys.stderr, text)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write a line, with escapes for what the encoding of ``stream`` lacks."""
+    encoding = stream.encoding or "utf-8"
+    stream.write(f"{printable(text)}\n".encode(encoding, "backslashreplace").decode(encoding))

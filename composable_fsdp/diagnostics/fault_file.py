@@ -43,7 +43,7 @@ from composable_fsdp._consistency.watchdog import known_watchdog
 from composable_fsdp._core.seams import Observer
 from composable_fsdp._files import read_text, replace_file
 from composable_fsdp.diagnostics._signals import SignalWatch
-from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
+from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError, printable
 from composable_fsdp.plugins.explain_errors import hook_uncaught
 from composable_fsdp.trace import Operation, Position, TraceEvent
 
@@ -73,15 +73,7 @@ _KEPT_FAULTS = 10
 _TIMELINE_EVENTS = 20_000
 """The events of a timeline. A group has about ten in a step: these are 20 steps of a model with 100 groups."""
 _FORMAT = 4
-_MOST_RANKS, _MOST_SECONDS = 10**6, 1e11
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("attempt", "process", "rank", "world_size"), int),
-    **dict.fromkeys(("host", "reason", "state"), str),
-    **dict.fromkeys(("events", "faults", "stacks"), list),
-    **dict.fromkeys(("written", "clock"), (int, float)),
-    "versions": dict,
-}
-"""The fields of a file, with their types."""
+_MOST_RANKS = 10**6
 
 ABSENT = "not launched"
 FORGOTTEN = "…"
@@ -98,33 +90,103 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
+# -- reading
+
+_Check: TypeAlias = Callable[[Any], Any]
+"""Returns a value of a file, its texts printable and its times as ``float``, or raises a ``ValueError``."""
+
+
+def _value(what: str, kinds: tuple[type, ...], fits: _Check = lambda value: True, made: _Check | None = None) -> _Check:
+    def check(value: Any) -> Any:
+        if type(value) not in kinds or not fits(value):
+            raise ValueError(f"it is not {what}")
+        return made(value) if made is not None else value
+
+    return check
+
+
+def _checked(name: str, value: Any, check: _Check) -> Any:
+    """Return the checked ``value``. Errors name it."""
+    try:
+        return check(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _list(entry: _Check) -> _Check:
+    def made(values: list[Any]) -> list[Any]:
+        return [_checked(f"entry {number}", value, entry) for number, value in enumerate(values)]
+
+    return _value("a list", (list,), made=made)
+
+
+def _record(fields: Mapping[str, _Check]) -> _Check:
+    def made(values: Dump) -> Dump:
+        for name in fields:
+            if name not in values:
+                raise ValueError(f"it has no {name!r}")
+        return {name: _checked(name, values[name], check) for name, check in fields.items()}
+
+    return _value("an object", (dict,), made=made)
+
+
+def _made_thread(value: list[Any]) -> list[Any]:
+    return [_checked("name", value[0], _TEXT), _checked("frames", value[1], _list(_TEXT))]
+
+
+def _made_texts(values: dict[str, Any]) -> dict[str, str]:
+    return {printable(name): _checked(printable(name), value, _TEXT) for name, value in values.items()}
+
+
+def _event(value: Any) -> Dump:
+    found: Dump = _EVENT(value)
+    if found["end"] < found["begin"]:
+        raise ValueError("it ends before it begins")
+    return found
+
+
+_TEXT = _value("a text", (str,), made=printable)
+_NUMBER = _value("a whole number from 0 to 2^63", (int,), lambda value: 0 <= value <= 2**63)
+_TIME = _value("a time that a clock shows", (int, float), lambda value: abs(value) < 1e11, float)
+_POSITION = _record({"group": _TEXT, "ranks": _list(_NUMBER), "connection": _NUMBER, "number": _NUMBER})
+_EVENT = _record(
+    {
+        "operation": _value("an operation of this version", (str,), {each.value for each in Operation}.__contains__),
+        **dict.fromkeys(("group", "stream"), _TEXT),
+        **dict.fromkeys(("bytes", "plain_bytes"), _NUMBER),
+        **dict.fromkeys(("begin", "end"), _TIME),
+        "position": lambda value: value if value is None else _POSITION(value),
+    }
+)
+_FILE = _record(
+    {
+        **dict.fromkeys(("attempt", "process", "rank", "world_size"), _NUMBER),
+        **dict.fromkeys(("host", "reason", "state"), _TEXT),
+        **dict.fromkeys(("written", "clock"), _TIME),
+        "events": _list(_event),
+        "faults": _list(_record({**dict.fromkeys(("error", "text", "where"), _TEXT), "time": _TIME})),
+        "stacks": _list(_value("a name with frames", (list,), lambda value: len(value) == 2, _made_thread)),
+        "versions": _value("an object", (dict,), made=_made_texts),
+    }
+)
+"""What a file has. Fields that are unknown here are left out."""
+
+
 def decode(text: str) -> Dump:
-    """Parse the text of a file.
+    """Parse the text of a file. Its texts become printable.
 
     Raises:
-        ValueError: it is not the file of a rank, or that of another version.
+        ValueError: it is not the file of a rank, or that of another version, or an entry is damaged.
     """
     values = json.loads(text)
     if not isinstance(values, dict) or "format" not in values:
         raise ValueError("not a file of diagnostics")
     if values["format"] != _FORMAT:
         raise ValueError(f"format {values['format']}, which this version does not know: it reads {_FORMAT}")
-    for name, kind in _TYPES.items():
-        if name not in values:
-            raise ValueError(f"it has no {name!r}")
-        if not isinstance(values[name], kind):
-            raise ValueError(f"its {name!r} is a {type(values[name]).__name__}")
-    if not 0 <= values["rank"] < values["world_size"] <= _MOST_RANKS:
-        raise ValueError(f"it is of rank {values['rank']} of {values['world_size']}")
-    try:
-        times = [values["written"], values["clock"], *(fault["time"] for fault in values["faults"])]
-        times += [time for event in recorded_events(values) for time in (event.begin, event.end)]
-        valid = all(abs(time) < _MOST_SECONDS for time in times)
-    except (LookupError, TypeError) as error:
-        raise ValueError(f"an entry lacks or has something else: {error!r}") from error
-    if not valid:
-        raise ValueError("it has a time that no clock shows")
-    return values
+    found: Dump = _FILE(values)
+    if not found["rank"] < found["world_size"] <= _MOST_RANKS:
+        raise ValueError(f"it is of rank {found['rank']} of {found['world_size']}")
+    return found
 
 
 def recorded_events(dump: Dump) -> list[TraceEvent]:
@@ -398,22 +460,25 @@ class Sequences(NamedTuple):
 
 def sequences(dumps: Mapping[int, Dump]) -> list[Sequences]:
     """Return the sequences of every process group: first those that differ."""
-    events = {rank: recorded_events(dump) for rank, dump in dumps.items()}
-    launched = {rank: {e.position: e.group for e in own if e.position} for rank, own in events.items()}
-    groups = {position.group: position.ranks for own in launched.values() for position in own}
+    launched: dict[tuple[str, tuple[int, ...]], dict[int, list[tuple[int, int, str]]]] = {}
+    for rank, dump in dumps.items():
+        for event in recorded_events(dump):
+            if at := event.position:
+                launches = launched.setdefault((at.group, at.ranks), {}).setdefault(rank, [])
+                launches.append((at.connection, at.number, event.group))
     found = []
-    for group, ranks in groups.items():
-        newest = max(p.connection for own in launched.values() for p in own if p.group == group)
+    for (group, ranks), by_rank in launched.items():
+        newest = max(connection for own in by_rank.values() for connection, _, _ in own)
         labels = {
-            rank: {p.number: label for p, label in launched[rank].items() if (p.group, p.connection) == (group, newest)}
+            rank: {number: label for connection, number, label in by_rank.get(rank, ()) if connection == newest}
             for rank in ranks
-            if rank in launched
+            if rank in dumps
         }
-        numbers = sorted({number for own in labels.values() for number in own})
-        rows = [Row(number, {rank: _label(own, number) for rank, own in labels.items()}) for number in numbers]
-        found.append(Sequences(group, ranks, rows))
+        first = {rank: min(own, default=0) for rank, own in labels.items()}
+        rows = [
+            Row(n, {rank: own.get(n, FORGOTTEN if n < first[rank] else ABSENT) for rank, own in labels.items()})
+            for n in sorted({number for own in labels.values() for number in own})
+        ]
+        if rows:  # else a file of a rank that is none of the group
+            found.append(Sequences(group, ranks, rows))
     return sorted(found, key=lambda each: each.first_difference is None)
-
-
-def _label(own: Mapping[int, str], number: int) -> str:
-    return own.get(number, FORGOTTEN if number < min(own, default=0) else ABSENT)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,7 +94,7 @@ _SUMS: Mapping[str, Callable[[Slice], float]] = {
     GATHER: lambda each: each.details["bytes"],
     REDUCE: lambda each: each.details["bytes"],
 }
-"""What is summed for each step, by lane."""
+"""What is summed for each step, over the slices of a lane that begin in it."""
 
 
 @dataclass(frozen=True)
@@ -124,22 +125,25 @@ class Lanes:
                 forward = None
             elif passes:
                 passes[-1] = passes[-1][0], each.end
-        ends = [*(begin for begin, _ in passes[1:]), *(end for _, end in passes[-1:])]
+        begins = [begin for begin, _ in passes]
+        ends = [*begins[1:], *(end for _, end in passes[-1:])]
+        sums = [dict.fromkeys(_SUMS, 0.0) for _ in passes]
+        for each in self.slices:
+            number = bisect_right(begins, each.begin) - 1
+            if each.lane in _SUMS and number >= 0 and each.begin < ends[number]:
+                sums[number][each.lane] += _SUMS[each.lane](each)
         return [
-            Step(begin, passed, end, *self._sums(begin, end)) for (begin, passed), end in zip(passes, ends, strict=True)
+            Step(begin, passed, end, *own.values())
+            for (begin, passed), end, own in zip(passes, ends, sums, strict=True)
         ]
-
-    def _sums(self, begin: float, end: float) -> Iterator[float]:
-        """Yield the exposed seconds, and the bytes gathered and reduced, of slices that begin in an interval."""
-        for lane, value_of in _SUMS.items():
-            yield sum(value_of(each) for each in self.lane(lane) if begin <= each.begin < end)
 
     @property
     def typical(self) -> int:
         """The number of the step whose time is the nearest to the median."""
         seconds = [each.seconds for each in self.steps]
         counted = seconds[:-1] or seconds
-        return min(range(len(counted)), key=lambda step: abs(counted[step] - median(counted)), default=0)
+        middle = median(counted or [0.0])
+        return min(range(len(counted)), key=lambda step: abs(counted[step] - middle), default=0)
 
     def summary(self) -> dict[str, Any]:
         """Return the number of steps and, as medians of them, their seconds and bytes.
@@ -239,7 +243,9 @@ def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
     """Yield the collectives of both lanes. Groups that share a launch are one slice."""
     begins = {Operation.UNSHARD: GATHER, Operation.REDUCE: REDUCE}
     ends = {Operation.WAIT: GATHER, Operation.REDUCED: REDUCE}
-    in_flight: dict[str, list[list[TraceEvent]]] = {GATHER: [], REDUCE: []}
+    in_flight: dict[str, dict[str, deque[list[TraceEvent]]]] = {GATHER: {}, REDUCE: {}}
+    """The launches of each group. One that was waited for is empty."""
+    newest: dict[str, list[TraceEvent]] = {GATHER: [], REDUCE: []}
     free_from = dict.fromkeys(in_flight, 0.0)
     last_collective = 0.0
     for event in events:
@@ -248,14 +254,18 @@ def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
         elif event.operation in begins:
             if not event.bytes and last_collective < event.begin:  # no parameters. Over shared memory, nothing is sent.
                 continue
-            launches = in_flight[begins[event.operation]]
-            if not launches or launches[-1][0].begin != event.begin:
-                launches.append([])
-            launches[-1].append(event)
+            lane = begins[event.operation]
+            if not newest[lane] or newest[lane][0].begin != event.begin:
+                newest[lane] = []
+            newest[lane].append(event)
+            in_flight[lane].setdefault(event.group, deque()).append(newest[lane])
         elif event.operation in ends:
             lane = ends[event.operation]
-            for launch in [each for each in in_flight[lane] if any(e.group == event.group for e in each)][:1]:
-                in_flight[lane].remove(launch)
+            launches = in_flight[lane].get(event.group, deque())
+            while launches and not launches[0]:
+                launches.popleft()
+            if launches:
+                launch = launches[0]
                 details = {
                     "bytes": sum(each.bytes for each in launch),
                     "plain_bytes": sum(each.plain_bytes for each in launch),
@@ -264,8 +274,9 @@ def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
                 begin = max(launch[0].begin, min(free_from[lane], event.end))
                 free_from[lane] = event.end
                 yield Slice(lane, f"{lane} {', '.join(each.group for each in launch)}", begin, event.end, details)
-        elif event.operation is Operation.BACKWARD:
-            in_flight[REDUCE].clear()  # sums that stay on this rank until a later backward
+                launch.clear()
+        elif event.operation is Operation.BACKWARD:  # sums that stay on this rank until a later backward
+            in_flight[REDUCE], newest[REDUCE] = {}, []
 
 
 # -- files
@@ -375,7 +386,7 @@ def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: in
         for axes, lanes in zip(rows, shown, strict=True):
             _draw_lanes(axes, lanes, number, begin, end)
         rows[-1].set_xlabel("ms", fontsize=_FONT_SIZE)
-        rows[-1].set_xlim(0, 1e3 * (end - begin))
+        rows[-1].set_xlim(0, 1e3 * max(end - begin, 1e-6))  # a damaged file may have a step of no time
         figure.savefig(drawn, dpi=200, format=Path(path).suffix[1:] or None)
     replace_file(path, drawn.getvalue())
 
@@ -384,11 +395,12 @@ def _draw_lanes(axes: Axes, lanes: Lanes, number: int, begin: float, end: float)
     """Draw the slices of ``lanes`` between two times, and name its step with that number."""
     for row, (lane, color) in enumerate(_COLORS.items()):
         inside = [each for each in lanes.lane(lane) if each.end > begin and each.begin < end]
-        bars = [(1e3 * (each.begin - begin), 1e3 * each.seconds) for each in inside]
+        shown = [(max(each.begin, begin), min(each.end, end)) for each in inside]
+        bars = [(1e3 * (first - begin), 1e3 * (last - first)) for first, last in shown]
         axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.4)
         for each, (left, width) in zip(inside, bars, strict=True):
             label = each.name.removeprefix(f"{lane} ")
-            if len(label) <= _LETTERS_PER_WIDTH * each.seconds / (end - begin):
+            if len(label) * 1e3 * (end - begin) <= _LETTERS_PER_WIDTH * width:
                 text = axes.text(left + width / 2, row, label, fontsize=_FONT_SIZE, parse_math=False)
                 text.set(ha="center", va="center", clip_on=True)
     for each in lanes.lane(PASSES):

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import random
 import struct
+import time
 import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from composable_fsdp import diagnostics
 from composable_fsdp.checkpoint import load_safetensors, save, save_safetensors
+from composable_fsdp.cli import main
 from composable_fsdp.diagnostics.communication_report import text_table
 from composable_fsdp.errors import CheckpointError, ConfigurationError, FSDPError, PeerError, printable
-from tests._internals import _files, checkpoint_save, directory, rank_group
+from composable_fsdp.trace import Operation
+from tests._internals import _files, checkpoint_save, directory, rank_group, read, sequences
 from tests.helpers.command import run_command
 from tests.helpers.single_rank_checkpoints import trained
 
@@ -33,6 +41,18 @@ VALUES: dict[str, Any] = {
     "format": 4,
     "world_size": 1,
 }
+POSITION = {"group": "world", "ranks": [0], "connection": 0, "number": 1}
+EVENT: dict[str, Any] = {
+    "operation": "collective",
+    "group": "a",
+    "stream": "",
+    "position": POSITION,
+    "bytes": 8,
+    "plain_bytes": 8,
+    "begin": 0.0,
+    "end": 0.0,
+}
+FAULT = {"error": "E", "text": "failed", "where": "forward of a", "time": 0.0}
 HOSTILE = (
     "\x1b[2J",
     "\x1b]52;c;eA==\x07",
@@ -86,20 +106,118 @@ def test_plain_texts_stay_as_they_are() -> None:
     ("changed", "problem"),
     [
         ({"world_size": 10**15}, "it is of rank 0 of 1000000000000000"),
-        ({"rank": -1}, "it is of rank -1 of 1"),
-        ({"rank": "0"}, "its 'rank' is a str"),
-        ({"written": float("inf")}, "it has a time that no clock shows"),
-        ({"clock": float("nan")}, "it has a time that no clock shows"),
-        ({"events": [{"operation": "\x1b"}]}, "an entry lacks or has something else"),
-        ({"faults": ["x"]}, "an entry lacks or has something else"),
-        ({"versions": []}, "its 'versions' is a list"),
+        ({"rank": 3}, "it is of rank 3 of 1"),
+        ({"rank": -1}, "rank: it is not a whole number from 0 to 2^63"),
+        ({"rank": "0"}, "rank: it is not a whole number from 0 to 2^63"),
+        ({"process": True}, "process: it is not a whole number from 0 to 2^63"),
+        ({"written": float("inf")}, "written: it is not a time that a clock shows"),
+        ({"clock": float("nan")}, "clock: it is not a time that a clock shows"),
+        ({"clock": -(10**400)}, "clock: it is not a time that a clock shows"),
+        ({"events": [{"operation": "unshard"}]}, "events: entry 0: it has no 'group'"),
+        ({"events": [EVENT, EVENT | {"operation": "\x1b"}]}, "events: entry 1: operation: it is not an operation of"),
+        ({"events": [EVENT | {"operation": []}]}, "events: entry 0: operation: it is not an operation of this version"),
+        ({"events": [EVENT | {"bytes": 10**400}]}, "events: entry 0: bytes: it is not a whole number from 0 to 2^63"),
+        ({"events": [EVENT | {"bytes": 1.5}]}, "events: entry 0: bytes: it is not a whole number from 0 to 2^63"),
+        ({"events": [EVENT | {"group": {}}]}, "events: entry 0: group: it is not a text"),
+        ({"events": [EVENT | {"end": 1e300}]}, "events: entry 0: end: it is not a time that a clock shows"),
+        ({"events": [EVENT | {"begin": 1.0}]}, "events: entry 0: it ends before it begins"),
+        ({"events": [EVENT | {"position": {}}]}, "events: entry 0: position: it has no 'group'"),
+        (
+            {"events": [EVENT | {"position": POSITION | {"ranks": [0, "1"]}}]},
+            "events: entry 0: position: ranks: entry 1",
+        ),
+        ({"faults": ["x"]}, "faults: entry 0: it is not an object"),
+        ({"faults": [FAULT | {"text": None}]}, "faults: entry 0: text: it is not a text"),
+        ({"faults": [FAULT | {"where": 3}]}, "faults: entry 0: where: it is not a text"),
+        ({"stacks": [["MainThread"]]}, "stacks: entry 0: it is not a name with frames"),
+        ({"stacks": [["MainThread", [1]]]}, "stacks: entry 0: frames: entry 0: it is not a text"),
+        ({"versions": []}, "versions: it is not an object"),
+        ({"versions": {"torch": 2}}, "versions: torch: it is not a text"),
     ],
 )
-def test_numbers_of_a_fault_file_are_checked(tmp_path: Path, changed: dict[str, Any], problem: str) -> None:
+def test_an_entry_of_another_type_or_range_is_named(tmp_path: Path, changed: dict[str, Any], problem: str) -> None:
     (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | changed))
-    done = run_command("diagnostics", tmp_path)
+    done = run_command("diagnostics", tmp_path, "--stacks")
     assert f"rank-00000.json cannot be read: {problem}" in done.stdout
     assert done.exit_code == 1
+    done = run_command("timeline", tmp_path)
+    assert f"rank-00000.json cannot be read: {problem}" in done.stderr
+    assert done.exit_code == 2
+
+
+def changes_of(value: Any) -> st.SearchStrategy[Any]:
+    """Return ``value`` with other values in some places."""
+    if isinstance(value, dict):
+        inner: st.SearchStrategy[Any] = st.fixed_dictionaries({name: changes_of(each) for name, each in value.items()})
+    elif isinstance(value, list):
+        inner = st.tuples(*map(changes_of, value)).map(list)
+    else:
+        inner = st.just(value)
+    return st.integers(0, 63).flatmap(lambda draw: ANYTHING if draw == 40 else inner)
+
+
+ANYTHING: st.SearchStrategy[Any] = st.sampled_from(
+    [None, True, -1, 7, 2**63, 10**400, -1e10, 1e300, float("nan"), float("inf"), "", "\ud800", "\x1b[2J", [], {}, [[]]]
+)
+"""What JSON can have."""
+
+
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(("begin", "end"), st.sampled_from([0, 0.5, 1.0, 2, -9e10, 9e10])),
+    **dict.fromkeys(("bytes", "plain_bytes"), st.sampled_from([0, 1, 2**63])),
+    "operation": st.sampled_from([each.value for each in Operation]),
+    "position": st.sampled_from([None, POSITION]),
+    "group": st.sampled_from(["", "\ud800", "$a"]),
+    "stream": st.just(""),
+}
+EXTREME = st.fixed_dictionaries(FIELDS).map(lambda event: event | {"end": max(event["begin"], event["end"])})
+"""Events that are admitted."""
+DOCUMENTS = changes_of(VALUES | {"world_size": 2, "events": [EVENT] * 2, "faults": [FAULT]}) | st.lists(EXTREME).map(
+    lambda events: VALUES | {"world_size": 2, "events": events}
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(DOCUMENTS, max_size=2))
+def test_no_file_of_diagnostics_ends_in_a_traceback(documents: list[Any]) -> None:
+    with TemporaryDirectory() as folder:
+        for rank, document in enumerate(documents):
+            Path(folder, f"rank-0000{rank}.json").write_text(json.dumps(document))
+        for arguments in (("diagnostics", folder, "--stacks"), ("timeline", folder, "--json")):
+            done = run_command(*arguments)
+            assert done.exception is None
+            assert (done.stdout + done.stderr).encode("utf-8")
+
+
+def test_lone_surrogates_and_nested_lists_are_shown(tmp_path: Path) -> None:
+    events = [EVENT | {"operation": kind, "group": "\udc80"} for kind in ("forward", "unshard", "wait", "backward")]
+    events = [event | {"begin": number, "end": number + 1} for number, event in enumerate(events)]
+    (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | {"host": "\udc80", "events": events}))
+    assert run_command("timeline", tmp_path).exit_code == 0
+    assert "0 on \\udc80" in run_command("diagnostics", tmp_path).stdout
+    (tmp_path / "rank-00001.json").write_text('{"format": ' + "[" * 10**5)
+    shown = run_command("diagnostics", tmp_path)
+    assert (shown.exit_code, shown.exception) == (1, None)
+    assert "rank-00001.json cannot be read: " in shown.stdout
+
+
+def test_what_the_encoding_of_a_terminal_lacks_is_escaped(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | {"host": "größe"}))
+    with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="ascii")) as stdout, pytest.raises(SystemExit):
+        main(arguments=["diagnostics", str(tmp_path)])
+    stdout.seek(0)
+    assert "0 on gr\\xf6\\xdfe" in stdout.read()
+
+
+def test_a_file_of_many_process_groups_is_read_in_linear_time(tmp_path: Path) -> None:
+    def seconds(groups: int) -> float:
+        events = [EVENT | {"position": POSITION | {"group": f"{number}"}} for number in range(groups)]
+        (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | {"events": events}))
+        began = time.process_time()
+        assert len(sequences(read(tmp_path).dumps)) == groups
+        return time.process_time() - began
+
+    assert seconds(4000) < 8 * min(seconds(1000), seconds(1000)) + 0.2, "16 times if each group looks at all others"
 
 
 def test_only_regular_files_of_diagnostics_are_read(tmp_path: Path) -> None:

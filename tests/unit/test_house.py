@@ -30,9 +30,9 @@ MOST_CODE = {
     "_consistency": 1060,
     "_core": 5963,
     "checkpoint": 3747,
-    "cli": 524,
+    "cli": 527,
     "codecs": 408,
-    "diagnostics": 825,
+    "diagnostics": 879,
     "init": 292,
     "interop": 41,
     "optim": 1464,
@@ -43,7 +43,7 @@ MOST_CODE = {
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22483
+MOST_CODE_OF_ALL = 22540
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from composable_fsdp import fully_shard, trace
@@ -296,3 +299,32 @@ def test_the_command_merges_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "rank-00001.json").write_text("{}")
     damaged = run_command("timeline", tmp_path)
     assert (damaged.exit_code, f"error: {tmp_path / 'rank-00001.json'} cannot be read" in damaged.stderr) == (2, True)
+
+
+def test_times_of_steps_and_launches_are_linear() -> None:
+    """Launches that nobody waits for, and many steps."""
+
+    def seconds(count: int) -> float:
+        launches = [event("unshard", f"a{i}", i * 1e-6, i * 1e-6, 1) for i in range(count)]
+        waits = [event("wait", "b", 1 + i * 1e-6, 1 + i * 1e-6) for i in range(count)]
+        steps = [event(*one) for i in range(2, count) for one in (("forward", "", i, i), ("backward", "", i, i + 0.5))]
+        began = time.process_time()
+        lanes = performed([*launches, *waits, *steps])
+        assert lanes.summary()["steps"] == count - 2
+        assert lanes.typical < count
+        return time.process_time() - began
+
+    assert seconds(4000) < 8 * min(seconds(1000), seconds(1000)) + 0.2, "16 times if each looks at all others"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["forward", "backward", "wait", "unshard"]), st.integers(0, 3)), max_size=30))
+def test_sums_of_steps_are_of_the_slices_that_begin_in_them(drawn: list[tuple[str, int]]) -> None:
+    now, events = 0.0, []
+    for operation, lasting in drawn:
+        begin, now = now, now + lasting
+        events.append(event(operation, "a", begin, now, 5))
+    lanes = performed(events)
+    for each in lanes.steps:
+        inside = [slice_ for slice_ in lanes.slices if each.begin <= slice_.begin < each.end]
+        assert each.exposed_seconds == sum(slice_.seconds for slice_ in inside if slice_.lane == "waits")
+        assert each.gathered_bytes == sum(slice_.details["bytes"] for slice_ in inside if slice_.lane == "gather")
