@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals, safe_globals
 
@@ -117,7 +118,8 @@ def _warn_of_state_without_checkpoints(optimizer: torch.optim.Optimizer) -> None
     smallest: dict[type, tuple[torch.Tensor, str, torch.Tensor]] = {}
     for parameter, entry in optimizer.state.items():
         for key, value in entry.items() if isinstance(entry, Mapping) else ():
-            if isinstance(value, torch.Tensor) and not has_own_memory(local := local_part(value)):
+            local = local_part(value) if isinstance(value, torch.Tensor) else None
+            if local is not None and not has_own_memory(local) and not isinstance(local, FakeTensor):  # as plans have
                 found = smallest.setdefault(type(local), (parameter, key, local))
                 if local.numel() < found[2].numel():
                     smallest[type(local)] = parameter, key, local
