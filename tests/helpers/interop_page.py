@@ -43,11 +43,12 @@ FSDP2 is torch's `fully_shard` on the same mesh. The unsharded model is whole on
 
 "flattened" is `flatten_optimizer_state_dict=True` of torch's options. A number is that of a note below.
 In each such exchange torch's functions alone do the same with FSDP2 in the place of this library, in the same run;
-whether rounding differs (6) depends on the values too.
+whether rounding differs (6, 7) depends on the values too.
 """
 
 _WHOLE = """\
-`AdamW8bit` of torchao is not in the table. {names} step by [`owner_step`](how-to/optimizers.md), on
+`AdamW8bit` is that of torchao {torchao}, on a wider model: only larger shards have 8-bit state. {names} step
+by [`owner_step`](how-to/optimizers.md), on
 FSDP2 too; the step of SOAP that is compared has no new decomposition, whose rounding depends on how eigenvectors lie in
 memory. Without `owner_step`, FSDP2 of this torch cannot step them on any of the meshes:
 """
@@ -89,7 +90,7 @@ def render(rows: dict[str, Row], without: dict[str, set[str]]) -> str:
         f"| {name} | {' | '.join(_cell(row[title], numbers) for title in titles)} |" for name, row in rows.items()
     ]
     notes = [f"{number}. {note.text}" for note, number in numbers.items()]
-    whole = [_WHOLE.format(names=_listed(list(without)))]
+    whole = [_WHOLE.format(names=_listed(list(without)), torchao=version("torchao"))]
     whole += [f"- {name}: `{text}`" for name, texts in without.items() for text in sorted(texts)]
     return "\n".join([head, *lines, "", *notes, "", *whole, ""])
 

@@ -49,7 +49,7 @@ def exchange(mesh: str, cells: list[Cell], folder: Path) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("mesh", "names"),
     [
-        ("2 ranks", ["Adafactor", "SOAP", "Shampoo"]),
+        ("2 ranks", ["Adafactor", "SOAP", "Shampoo", "AdamW8bit"]),
         ("tensor parallel 2 x 2", ["AdamW, tensor lr", "SOAP"]),
     ],
 )
@@ -70,10 +70,14 @@ def test_each_noted_difference_is_found_and_torchs_functions_alone_have_those_sa
         ("AdamW", Way("dict", UNSHARDED, OURS), NESTED),
         ("SOAP", Way("dict", OURS, UNSHARDED), NESTED),
         ("AdamW, fused", Way("load", UNSHARDED, OURS), NESTED),
+        ("AdamW8bit", Way("full", UNSHARDED, OURS), NESTED),
+        ("AdamW8bit", Way("dict", UNSHARDED, OURS), NESTED),
     ]
-    found = run_ranks(exchange, 2, "2 ranks", cells, tmp_path, timeout=240)
-    assert {text for notes in found[0] for text in notes} == {note.text for note in NOTES}
-    assert all(found[0])
+    found = run_ranks(exchange, 2, "2 ranks", cells, tmp_path, timeout=240)[0]
+    cut = [("AdamW8bit", Way("save", OURS, UNSHARDED), NESTED)]
+    found += run_ranks(exchange, 4, "tensor parallel 2 x 2", cut, tmp_path / "cut", timeout=240)[0]
+    assert {text for notes in found for text in notes} == {note.text for note in NOTES}
+    assert all(found)
 
 
 def keep_state_of_frozen_parameters(library: str, folder: Path) -> tuple[float, float]:

@@ -590,6 +590,8 @@ class _Load:
             target = value
         else:
             target = new_state(kind, path[-1], tuple(value.shape), value.dtype, parameter)
+        if is_sharded and not is_local and is_opaque(value) and not isinstance(value, DTensor):  # no dim cuts it
+            value, kind = values_of(value), OPAQUE
         shard = shard_for(target, member.sharding if is_sharded else None, value, self._form)
         if existing is None and kind == OPAQUE and not is_wrapper(shard):
             existing = like(parameter, self._params.made(member, path, local_part(parameter).shape))
