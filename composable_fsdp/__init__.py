@@ -134,7 +134,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("FSDP", "FullyShardedDataParallel"), _IN_PLACE),
     "summon_full_params": "is unsharded_params here: from composable_fsdp import unsharded_params",
 }
-"""What replaces names that programs for other libraries import."""
+"""The replacements of names that programs for other libraries import."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Where parameters are registered: on their modules, sharded or unsharded. Plain shards of full parameters."""
+"""The registration of parameters on their modules, sharded or unsharded; and plain shards of full parameters."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _check_end(file: IO[bytes]) -> None:
 
 
 _SIDE_EFFECTS = ("torch.distributed.", "torch.nested.", "torch._dynamo.")
-"""What begins names of classes that torch admits once it has imported them. A ``DeviceMesh`` makes process groups."""
+"""Prefixes of names that torch admits once it has imported them. A ``DeviceMesh``, for one, makes process groups."""
 
 
 class _Node:

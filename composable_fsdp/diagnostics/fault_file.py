@@ -169,7 +169,7 @@ _FILE = _record(
         "versions": _value("an object", (dict,), made=_made_texts),
     }
 )
-"""What a file has. Fields that are unknown here are left out."""
+"""The check of each field of a file. Fields that are unknown here are left out."""
 
 
 def decode(text: str) -> Dump:

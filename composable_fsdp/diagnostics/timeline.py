@@ -46,7 +46,7 @@ _MOST_PROCESSES = 8
 _LATE = 0.05
 """The least part of a step for which a rank waits for another one that is named."""
 _FONT_SIZE = 10
-"""Of a picture 7 inches wide: its letters are 8 pixels high where the picture is shown 420 pixels wide."""
+"""The size in points. A picture is 7 inches wide, so its letters have 8 pixels where it is shown 420 pixels wide."""
 _LETTERS_PER_WIDTH = 75
 """The letters of a label that fit into the width of the picture."""
 
@@ -94,7 +94,7 @@ _SUMS: Mapping[str, Callable[[Slice], float]] = {
     GATHER: lambda each: each.details["bytes"],
     REDUCE: lambda each: each.details["bytes"],
 }
-"""What is summed for each step, over the slices of a lane that begin in it."""
+"""The value of a slice that is summed for each step, by lane. A slice counts in the step in which it begins."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,8 @@ def straggler(rows: Sequence[Mapping[str, Any]]) -> str:
     if not waits:
         return ""
     where = max(work[late], key=lambda part: work[late][part] - median(work[rank][part] for rank in waits))
-    others = f" and {len(waits) - 1} other ranks wait" if len(waits) > 1 else " waits"
+    more = len(waits) - 1
+    others = f" and {more} more rank{'s' * (more > 1)} wait" if more else " waits"
     milliseconds = 1e3 * median(waits.values())
     return (
         f"{rows[min(waits)]['title']}{others} {milliseconds:.0f} ms a step for {rows[late]['title']}, which is late "

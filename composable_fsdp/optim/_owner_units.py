@@ -1,4 +1,4 @@
-"""What owners compute: units, whose tensors are blocks of tensors that are cut over the ranks of a mesh.
+"""Units, which owners compute. Their tensors are blocks of tensors that are cut over the ranks of a mesh.
 
 A *unit* is what one owner computes at once, such as a matrix: it has input tensors and output tensors.
 """

@@ -166,7 +166,7 @@ def test_the_rank_that_others_wait_for_is_named(
     assert straggler([waiting[0].summary(), late.summary()]) == text
     assert straggler([late.summary()]) == straggler([]) == ""
     several = straggler([*(each.summary() for each in waiting), late.summary()])
-    assert several == text.replace("waits", "and 1 other ranks wait")
+    assert several == text.replace("waits", "and 1 more rank wait")
 
 
 def test_the_step_of_median_time_is_drawn_and_named(tmp_path: Path) -> None:
