@@ -190,8 +190,7 @@ def straggler(rows: Sequence[Mapping[str, Any]]) -> str:
     if not waits:
         return ""
     where = max(work[late], key=lambda part: work[late][part] - median(work[rank][part] for rank in waits))
-    more = len(waits) - 1
-    others = f" and {more} more rank{'s' * (more > 1)} wait" if more else " waits"
+    others = f" and {more} more rank{'s' * (more > 1)} wait" if (more := len(waits) - 1) else " waits"
     milliseconds = 1e3 * median(waits.values())
     return (
         f"{rows[min(waits)]['title']}{others} {milliseconds:.0f} ms a step for {rows[late]['title']}, which is late "
