@@ -319,7 +319,10 @@ class StoredTensors:
                 raise CheckpointError(f"{file} lacks tensors that the index says it has: {', '.join(absent)}")
             for name in held if names is None else names:
                 view = content.get_slice(name)
-                tensors[name] = StoredTensor(file, view.get_dtype(), tuple(view.get_shape()))
+                shape = tuple(view.get_shape())
+                if prod(max(1, length) for length in shape) > sys.maxsize:  # strides count empty dims as 1
+                    raise CheckpointError(f"{file}: {name} has the shape {shape}, which is too large for a tensor.")
+                tensors[name] = StoredTensor(file, view.get_dtype(), shape)
             aliases |= content.metadata() or {}
         aliases |= {plain: name for name in tensors if (plain := plain_name(name)) not in aliases}  # of compiled models
         known = {alias: name for alias, name in aliases.items() if name in tensors and alias not in tensors}

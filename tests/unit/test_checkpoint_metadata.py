@@ -49,8 +49,10 @@ def metadata(**changed: Any) -> Metadata:
         ChunkStorageMetadata(torch.Size([at]), torch.Size([length]))
         for at, length in zip(given["offsets"], given["sizes"], strict=True)
     ]
+    length = given["length"]
     places = {
-        MetadataIndex("w", chunk.offsets): _StorageInfo(given["name"], given["at"], given["length"]) for chunk in chunks
+        MetadataIndex("w", chunk.offsets): _StorageInfo(given["name"], given["at"] + index * length, length)
+        for index, chunk in enumerate(chunks)
     }
     return Metadata({"w": TensorStorageMetadata(TensorProperties(), torch.Size(given["size"]), chunks)}, None, places)
 
@@ -71,16 +73,17 @@ def folder(tmp_path: Path) -> Path:
 def test_what_torch_writes_is_read_as_torch_reads_it(folder: Path) -> None:
     kinds = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.uint16)
     saved: dict[str, Any] = {"extra": BytesStorageMetadata(), "optimizer.param_groups.0.lr": BytesStorageMetadata()}
-    places = {MetadataIndex(key): _StorageInfo(FILE, 0, 10) for key in saved}
-    for dtype in kinds:
+    places = {MetadataIndex(key): _StorageInfo(FILE, 10 * index, 10) for index, key in enumerate(saved)}
+    for number, dtype in enumerate(kinds):
         chunks = [ChunkStorageMetadata(torch.Size((at, 0)), torch.Size((size, 2))) for at, size in ((0, 3), (3, 1))]
         saved[f"model.{dtype}"] = TensorStorageMetadata(TensorProperties(dtype), torch.Size((4, 2)), chunks)
         for index, chunk in enumerate(chunks):
-            places[MetadataIndex(f"model.{dtype}", chunk.offsets, index)] = _StorageInfo(FILE, 100, 60)
-    for key, size in (("scalar", ()), ("empty", (0, 3))):
+            place = _StorageInfo(FILE, 100 + 120 * number + 60 * index, 60)
+            places[MetadataIndex(f"model.{dtype}", chunk.offsets, index)] = place
+    for number, (key, size) in enumerate((("scalar", ()), ("empty", (0, 3)))):
         chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
         saved[key] = TensorStorageMetadata(TensorProperties(pin_memory=True), torch.Size(size), [chunk])
-        places[MetadataIndex(key, chunk.offsets)] = _StorageInfo(FILE, 0, 40)
+        places[MetadataIndex(key, chunk.offsets)] = _StorageInfo(FILE, 900 + 40 * number, 40)
     planned: dict[str, Any] = {key: tuple(key.split(".", 1)) for key in saved}
     planned["optimizer.param_groups.0.lr"] = ("optimizer", "param_groups", 0, "lr")
     full = Metadata(saved, planned, places, StorageMeta(folder, "id", None, ["m"]))
@@ -172,11 +175,63 @@ def test_a_small_file_asks_for_no_large_memory(folder: Path) -> None:
     doubled = pickle.SHORT_BINUNICODE + b"\xff" + b"a" * 255 + pickle.MEMOIZE
     doubled += b"".join(2 * (pickle.BINGET + bytes([i])) + pickle.STACK_GLOBAL + pickle.MEMOIZE for i in range(20))
     assert "it has a text of 255 letters, of which 100 are read" in refused(folder, frames(doubled))
-    objects = dict.fromkeys("abcde", BytesStorageMetadata())
-    places = {MetadataIndex(each): _StorageInfo(FILE, 0, 250) for each in objects}
-    data = pickle.dumps(Metadata(dict(objects), {"a": ("b" * 9000,) * 900}, dict(places)), 4)
+    objects: dict[str, Any] = dict.fromkeys("abcde", BytesStorageMetadata())
+    data = pickle.dumps(Metadata(objects, {"a": ("b" * 9000,) * 900}, {}), 4)
     assert "a is not what joins its path" in refused(folder, data)
-    assert "several are in one place" in refused(folder, pickle.dumps(Metadata(dict(objects), {}, places), 4))
+
+
+def placed(places: dict[str, Any], *, chunks: int = 1, numel: int = 10) -> Metadata:
+    """Return metadata of a tensor of ``chunks`` of ``numel`` floats for each key, or of objects, at ``places``."""
+    listed = [ChunkStorageMetadata(torch.Size([at * numel]), torch.Size([numel])) for at in range(chunks)]
+    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([numel * chunks]), listed)
+    saved: dict[str, Any] = {key: BytesStorageMetadata() if "object" in key else tensor for key in places}
+    found = {
+        MetadataIndex(key, None if "object" in key else listed[index].offsets): _StorageInfo(FILE, *place)
+        for key, each in places.items()
+        for index, place in enumerate(each)
+    }
+    return Metadata(saved, None, found)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"optimizer.state.w.a": [(0, 40)], "optimizer.state.w.b": [(0, 40)]},
+        {"optimizer.state.w.a": [(0, 400)], "optimizer.state.w.b": [(40, 40)]},
+        {"communication.a.residual": [(0, 40)], "communication.b.residual": [(39, 50)]},
+        {"optimizer.param_groups.a.lr": [(0, 40)], "optimizer.param_groups.b.lr": [(0, 40)]},
+        {"model.a": [(0, 40)], "model.b": [(0, 41)]},
+        {"model.a": [(100, 40)], "model.b": [(0, 101)]},
+        {"model.a": [(0, 40)], "object.b": [(0, 40)]},
+        {"object.a": [(0, 40)], "object.b": [(0, 40)]},
+        {"model.object.a": [(0, 40)], "model.object.b": [(0, 40)]},
+        {"model.object": [(0, 40)], "object.b": [(20, 40)]},
+    ],
+    ids=str,
+)
+def test_two_values_in_one_place_are_refused(folder: Path, places: dict[str, Any]) -> None:
+    """A place takes 100 bytes of metadata: so 100 kB would take 1000 times the bytes of the file."""
+    text = refused(folder, pickle.dumps(placed(places)))
+    assert "two values are in the same bytes of __0_0.distcp, at " in text
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"model.a": [(0, 40), (40, 40)], "model.b": [(40, 40), (0, 40)]},
+        {"model.a": [(0, 40), (0, 40)]},
+        {"averages.values.a": [(0, 40), (40, 40)], "averages.values.b": [(0, 40), (80, 40)]},
+    ],
+    ids=str,
+)
+def test_tied_tensors_share_all_of_their_places_in_order(folder: Path, places: dict[str, Any]) -> None:
+    """Two chunks in two places would make four tensors, and ten chunks 3,628,800."""
+    assert "two values are in the same bytes" in refused(folder, pickle.dumps(placed(places, chunks=2)))
+    tied = dict.fromkeys(places, next(iter(places.values()))) | {"model.c": [(200, 40), (0, 40)]}
+    if len(places) > 1:
+        (folder / ".metadata").write_bytes(pickle.dumps(placed(dict(list(tied.items())[:-1]), chunks=2)))
+        assert read_metadata(folder).state_dict_metadata.keys() == places.keys()
+    assert "two values are in the same bytes" in refused(folder, pickle.dumps(placed(tied, chunks=2)))
 
 
 @pytest.mark.parametrize(
@@ -188,9 +243,13 @@ def test_a_small_file_asks_for_no_large_memory(folder: Path) -> None:
         ({"offsets": (0, 1)}, "chunks of a tensor overlap"),
         ({"size": (10**15,), "offsets": (0,), "sizes": (10**15,)}, "a chunk of 4000000000000000 bytes has 100"),
         ({"size": (2**40,) * 2, "offsets": (), "sizes": ()}, "no memory can hold"),
+        ({"size": (2**40, 0, 2**40), "offsets": (), "sizes": ()}, "no memory can hold"),
+        ({"size": (0, 2**62, 2), "offsets": (), "sizes": ()}, "no memory can hold"),
         ({"at": 950}, "ends behind the end of __0_0.distcp"),
-        ({"at": 2**62, "length": 2**62}, "ends behind the end"),
+        ({"at": 2**61, "length": 2**61}, "ends behind the end"),
         ({"length": 7}, "a chunk of 8 bytes has 7"),
+        ({"offsets": (0, 0), "sizes": (4, 0), "length": 15}, "a chunk of 16 bytes has 15"),
+        ({"offsets": (0, 0), "sizes": (0, 4), "length": 15}, "a chunk of 16 bytes has 15"),
         ({"length": -1}, "is negative"),
         ({"at": -1}, "is negative"),
         ({"at": 2**70}, "more than 64 bits"),

@@ -26,7 +26,7 @@ from composable_fsdp.cli import main
 from composable_fsdp.diagnostics.communication_report import text_table
 from composable_fsdp.errors import CheckpointError, ConfigurationError, FSDPError, PeerError, printable
 from composable_fsdp.trace import Operation
-from tests._internals import _files, checkpoint_save, directory, rank_group, read, sequences
+from tests._internals import _files, checkpoint_save, describe_checkpoint, directory, rank_group, read, sequences
 from tests.helpers.command import run_command
 from tests.helpers.single_rank_checkpoints import trained
 
@@ -402,6 +402,17 @@ def test_sizes_in_a_header_of_safetensors_are_checked(tmp_path: Path, length: in
     (tmp_path / "model.safetensors").write_bytes(size + text + bytes(16))
     with pytest.raises(CheckpointError, match="is damaged, or no safetensors file"):
         load_safetensors(torch.nn.Linear(2, 2), tmp_path)
+
+
+@pytest.mark.parametrize("shape", [[0, 2**63 + 5], [2**62, 0, 2**62], [2**64 - 1, 0]])
+def test_a_shape_that_no_tensor_can_have_is_named_with_its_file(tmp_path: Path, shape: list[int]) -> None:
+    """An empty tensor takes no bytes of a file, but torch multiplies its sizes to strides."""
+    text = json.dumps({"weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    for read_file in (describe_checkpoint, lambda path: load_safetensors(torch.nn.Linear(2, 2), path)):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: weight has the shape \(.*is too large for a"):
+            read_file(file)
 
 
 @pytest.mark.parametrize("mark", ["\x1b]0;owned\x07", "\x9b2J", "\u202e"])

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, ItemsView
+from collections.abc import Callable, ItemsView, Iterator
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -214,7 +215,7 @@ def _size(value: object) -> torch.Size:
         return _of_type(value.made, torch.Size)
     numbers = value
     size = torch.Size(map(_number, _of_type(numbers, tuple)[: _MOST_DIMS + 1]))
-    if len(size) > _MOST_DIMS or prod(size) > _MOST:
+    if len(size) > _MOST_DIMS or prod(max(1, length) for length in size) > _MOST:  # strides count empty dims as 1
         raise pickle.UnpicklingError("it has a tensor that no memory can hold")
     return size
 
@@ -321,25 +322,52 @@ def _place(value: object) -> _StorageInfo:
     return _StorageInfo(_text(fields["relative_path"]), _number(fields["offset"]), _number(fields["length"]))
 
 
+_SHARE_PLACES = ("model.", "averages.")
+"""Beginnings of keys of tensors that may be in the place of another: ``save`` writes tied weights once."""
+
+
 def _check_places(metadata: Metadata, folder: Path, sizes: dict[str, int]) -> None:
-    """Raise if a value has no place, or one outside the files of ``folder``, whose ``sizes`` are known by name."""
+    """Raise if a value has no place, or one outside the files of ``folder``, whose ``sizes`` are known by name.
+
+    Each byte of a file is of one value. So all values together have no more bytes than the files.
+    """
     for place in metadata.storage_data.values():
         name = place.relative_path
         if name not in sizes:
             sizes[name] = regular_file(folder, name).stat().st_size
         if place.offset + place.length > sizes[name]:
             raise pickle.UnpicklingError(f"a value ends behind the end of {name}")
-    unclaimed = sum(sizes.values())
+    extents: list[_Extent] = []
+    shared = set[tuple[_Extent, ...]]()
     for key, saved in metadata.state_dict_metadata.items():
-        if isinstance(saved, BytesStorageMetadata):
-            unclaimed -= metadata.storage_data[MetadataIndex(key)].length
-            if unclaimed < 0:
-                raise pickle.UnpicklingError("its objects have more bytes than all files: several are in one place")
-            continue
-        for chunk in saved.chunks:
-            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-            nbytes = prod(chunk.sizes) * saved.properties.dtype.itemsize
-            if ".state." in key:  # of an optimizer, whose own tensor class may need less
-                nbytes //= _MOST_COMPRESSION
-            if nbytes > place.length:
-                raise pickle.UnpicklingError(f"a chunk of {nbytes} bytes has {place.length} in its file")
+        own = tuple(_extents(key, saved, metadata))
+        if key.startswith(_SHARE_PLACES) and isinstance(saved, TensorStorageMetadata):
+            if own in shared:
+                continue
+            shared.add(own)
+        extents += own
+    for (name, _, end), (other, begin, _) in pairwise(sorted(extents)):
+        if name == other and begin < end:
+            raise pickle.UnpicklingError(f"two values are in the same bytes of {name}, at {begin}")
+
+
+_Extent: TypeAlias = tuple[str, int, int]
+"""A file, a first byte and an end."""
+
+
+def _extents(key: str, saved: TensorStorageMetadata | BytesStorageMetadata, metadata: Metadata) -> Iterator[_Extent]:
+    """Yield where the value of ``key`` is, chunk by chunk."""
+    sizes = {MetadataIndex(key): 0}
+    if isinstance(saved, TensorStorageMetadata):
+        itemsize = saved.properties.dtype.itemsize
+        ordered = sorted(
+            saved.chunks, key=lambda chunk: prod(chunk.sizes)
+        )  # of chunks at the same offsets one is empty
+        sizes = {MetadataIndex(key, chunk.offsets): prod(chunk.sizes) * itemsize for chunk in ordered}
+    for index, nbytes in sizes.items():
+        if ".state." in key:  # of an optimizer, whose own tensor class may need less
+            nbytes //= _MOST_COMPRESSION
+        place = metadata.storage_data[index]
+        if nbytes > place.length:
+            raise pickle.UnpicklingError(f"a chunk of {nbytes} bytes has {place.length} in its file")
+        yield place.relative_path, place.offset, place.offset + place.length
