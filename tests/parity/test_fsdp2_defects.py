@@ -208,7 +208,7 @@ if sys.argv[1] == "replaced":
     import composable_fsdp; composable_fsdp.fully_shard
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 ops, group, x = torch.ops._c10d_functional, dist.group.WORLD.group_name, torch.ones(4)
-end = time.monotonic() + 8.0
+end = time.monotonic() + 5.0
 while time.monotonic() < end:
     for result in [ops.all_gather_into_tensor(x, 1, group) for _ in range(64)]:
         assert torch.equal(ops.wait_tensor(result), x)
@@ -231,7 +231,7 @@ def test_functional_all_gathers_of_torch_over_gloo_free_memory_twice() -> None:
 
 @pytest.mark.behaviour("H-03")
 def test_functional_all_gathers_are_replaced_by_ones_that_free_it_once() -> None:
-    assert [end_of_functional_all_gathers("replaced") for _ in range(2)] == [0, 0]
+    assert end_of_functional_all_gathers("replaced") == 0
 
 
 def gather_tensors_of_all_kinds() -> None:

@@ -72,7 +72,7 @@ use the process groups of the other thread's mesh.
 IN_CI = {2: 260, 4: 20}
 """The number of drawn programs by number of ranks. Longer runs use the same proportions."""
 
-LONG = 300
+LONG = 150
 """The number of module calls from which on CI may leave a program out."""
 
 FLOOR = 5

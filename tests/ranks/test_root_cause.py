@@ -17,8 +17,7 @@ TIMES = int(os.environ.get("ROOT_CAUSE_TIMES", "1"))
 @pytest.mark.parametrize(
     ("fault", "ranks", "recorded"),
     [
-        ("raises in forward", 2, False),
-        ("raises in forward", 4, True),
+        ("raises in forward", 2, True),
         *(
             pytest.param(fault, ranks, recorded, marks=pytest.mark.skipif(TIMES == 1, reason="ROOT_CAUSE_TIMES is 1"))
             for fault in ("raises", "exits", "is killed")
