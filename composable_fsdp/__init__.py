@@ -34,8 +34,8 @@ from composable_fsdp.codecs.error_feedback import ErrorFeedback
 from composable_fsdp.codecs.float8 import Float8
 from composable_fsdp.diagnostics.communication_report import communication_report
 from composable_fsdp.diagnostics.describe import describe
-from composable_fsdp.diagnostics.fault_file import Recorder
 from composable_fsdp.diagnostics.nonfinite import find_nonfinite
+from composable_fsdp.diagnostics.recorded_events import TimelineRecorder
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 from composable_fsdp.init.materialize import initialize, to_empty
 from composable_fsdp.init.random_shards import sharded_rng
@@ -110,7 +110,7 @@ __version__ = "0.1.0"
 
 warn_of_newer_torch()
 
-OBSERVERS.append(Recorder())  # diagnostics stand above plugins
+OBSERVERS.append(TimelineRecorder())  # diagnostics stand above plugins
 
 _attributes: Any = fully_shard
 _attributes.state = client_state  # as torch's has

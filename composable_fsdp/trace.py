@@ -1,4 +1,4 @@
-"""Trace events for tests, the memory ledger, timelines and order checks.
+"""Trace events for tests, the memory ledger and timelines.
 
 Producers call :func:`emit` after ``if listeners:``, so without listeners each operation costs one check. Listeners are
 callables; :class:`Recorder` is one that keeps all events.
@@ -14,12 +14,9 @@ from types import TracebackType
 
 __all__ = [
     "Operation",
-    "Position",
     "Recorder",
     "TraceEvent",
     "emit",
-    "emit_fault",
-    "fault_listeners",
     "listeners",
     "now",
 ]
@@ -51,30 +48,10 @@ class Operation(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
-    """The position of a collective among those of its process group.
-
-    Invariant: ranks that did the same have, at equal positions, events with the same label.
-
-    Args:
-        group: the name of the process group.
-        ranks: its ranks, as global ranks.
-        connection: the number of times that they have reconnected.
-        number: the number of the collective since then.
-    """
-
-    group: str
-    ranks: tuple[int, ...]
-    connection: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class TraceEvent:
     """One operation of one group. ``begin`` and ``end`` are host times in seconds, as of ``time.perf_counter``.
 
     If codecs or hooks change the communicated bytes, ``plain_bytes`` is what ``bytes`` would be without them.
-    Collectives have a ``position``.
     """
 
     operation: Operation
@@ -84,15 +61,12 @@ class TraceEvent:
     begin: float
     end: float
     plain_bytes: int = 0
-    position: Position | None = None
 
     def __str__(self) -> str:
         return f"{self.operation.value} {self.group}"
 
 
 listeners: list[Callable[[TraceEvent], None]] = []
-fault_listeners: list[Callable[[BaseException | None, str], None]] = []
-"""Callables with the arguments of :func:`emit_fault`."""
 
 now = time.perf_counter
 
@@ -104,25 +78,13 @@ def emit(
     stream: str = "",
     begin: float | None = None,
     plain_bytes: int | None = None,
-    position: Position | None = None,
 ) -> None:
     """Send an event to every listener. Call it only if ``listeners`` is not empty."""
     end = now()
     plain = nbytes if plain_bytes is None else plain_bytes
-    event = TraceEvent(operation, group, nbytes, stream, end if begin is None else begin, end, plain, position)
+    event = TraceEvent(operation, group, nbytes, stream, end if begin is None else begin, end, plain)
     for listener in tuple(listeners):
         listener(event)
-
-
-def emit_fault(error: BaseException | None, where: str) -> None:
-    """Send the error that ended a pass or a collective of this rank to every fault listener, before it is raised.
-
-    Args:
-        error: ``None`` if nobody saw it, as in a backward that ended in an exception.
-        where: the pass or the collective.
-    """
-    for listener in tuple(fault_listeners):
-        listener(error, where)
 
 
 class Recorder:

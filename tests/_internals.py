@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         verify_same,
         verify_same_lines,
     )
-    from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
+    from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
     from composable_fsdp._core import (
         backward,
         comm,
@@ -221,18 +221,7 @@ if TYPE_CHECKING:
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
     from composable_fsdp.codecs.blockwise import hadamard_
-    from composable_fsdp.diagnostics.fault_file import (
-        ABSENT,
-        FORGOTTEN,
-        Dump,
-        Files,
-        decode,
-        file_name,
-        read,
-        recorded_events,
-        sequences,
-    )
-    from composable_fsdp.diagnostics.fault_file import Recorder as DiagnosticsRecorder
+    from composable_fsdp.diagnostics.recorded_events import file_name, write
     from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace
     from composable_fsdp.init.materialize import reset_parameters
     from composable_fsdp.optim._owner_exchange import Exchange, OwnerPlans, make_exchanges

@@ -55,7 +55,6 @@ NO_STREAMS = {
     "checkpoint/_coordination.py": "messages between the hosts of ranks, and threads",
     "checkpoint/_dcp/save.py": "futures of torch's writers of files",
     "checkpoint/_tools.py": "tools that need no device",
-    "diagnostics/_signals.py": "threads",
     "plugins/gloo/": "blocks the host",
     "plugins/shared_memory/": "blocks the host",
     "plugins/visible_collectives.py": "a process group of one rank, for torch's CommDebugMode",

@@ -96,7 +96,6 @@ _OF_ERRORS_INSTEAD_OF_HANGS = (
     *(
         "tests/ranks/test_faults.py",
         "tests/ranks/test_device_faults.py",
-        "tests/ranks/test_diagnostics.py::test_all_ranks_write",
     ),
     *("tests/ranks/test_soak.py", "tests/ranks/test_root_cause.py", "tests/ranks/test_recovery.py"),
     *(
@@ -143,7 +142,6 @@ _OF_TRACED_COLLECTIVES = (
         "tests/ranks/test_quantized_example.py::test_the_example_trains",
     ),
     *(
-        "tests/ranks/test_diagnostics.py::test_all_ranks_write",
         "tests/parity/test_comparison.py::test_this_library_behaves",
         "tests/parity/test_profiler_labels.py",
     ),
@@ -244,7 +242,7 @@ OWN: Mapping[str, Sequence[str]] = {
     ),
     "PlainParameters": ("tests/ranks/test_module_kinds.py::test_parameters_added_after",),
     "ReportedPasses": _OF_ERRORS_INSTEAD_OF_HANGS,
-    "TracedPasses": (*_OF_TRACED_COLLECTIVES, "tests/ranks/test_diagnostics.py::test_all_ranks_write"),
+    "TracedPasses": _OF_TRACED_COLLECTIVES,
     "ForwardOrder": ("tests/ranks/test_forward_order.py",),
     "VersionCheck": (
         *(

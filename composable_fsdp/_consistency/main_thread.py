@@ -10,7 +10,6 @@ import signal
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -26,7 +25,6 @@ __all__ = [
     "listen",
     "main_thread_frames",
     "stop_listening",
-    "thread_stacks",
     "user_line",
     "waits_in_torch",
 ]
@@ -60,13 +58,6 @@ class Frame:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} in {self.name}: {linecache.getline(self.path, self.line).strip()}"
-
-
-def thread_stacks() -> Iterator[tuple[str, tuple[Frame, ...]]]:
-    """Yield the name of each thread and its frames, at most 100, the innermost last."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frames in _stacks().items():
-        yield names.get(ident, str(ident)), frames
 
 
 def main_thread_frames() -> tuple[Frame, ...]:

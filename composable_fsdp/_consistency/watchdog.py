@@ -27,7 +27,6 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from composable_fsdp import trace
 from composable_fsdp._consistency import main_thread
 from composable_fsdp._consistency.main_thread import Frame, main_thread_frames, user_line, waits_in_torch
 from composable_fsdp._consistency.process_identity import (
@@ -54,7 +53,7 @@ from composable_fsdp._consistency.rendezvous import StoreRendezvous, own_client
 from composable_fsdp._core.events import RunningPass, error_summary
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError, printable
 
-__all__ = ["PATIENCE", "Watchdog", "job_watchdog", "known_watchdog", "note_end"]
+__all__ = ["PATIENCE", "Watchdog", "job_watchdog", "note_end"]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank requests reports."""
@@ -421,8 +420,6 @@ class Watchdog:
                 self._write_process()
                 self._check_torch_wait()
                 self._answer()
-                if trace.fault_listeners:
-                    self._report_left_passes()
         except RuntimeError as error:
             logger.debug("rank %d: the store of the job: %s", self.rank, error)
             return failures + 1
@@ -489,13 +486,6 @@ class Watchdog:
         for rank in ranks:
             if rank not in self._processes and self._store.check([key := f"process/{rank}"]):
                 self._processes[rank] = self._store.get(key).decode()
-
-    def _report_left_passes(self) -> None:
-        """Report passes that ended with an exception and have not been reported to fault listeners."""
-        for each in list(self.here.passes):
-            if not each.is_reported and self.here.verdict is None and (left := each.left) and each in self.here.passes:
-                each.is_reported = True
-                trace.emit_fault(None, left)
 
     def wait_for_ranks_at_fault(self) -> None:
         """Wait until the ranks at fault have ended, if there are any on this host. For the end of the program."""
@@ -592,12 +582,6 @@ def _begin_watchdog(world: dist.ProcessGroup) -> Watchdog | None:
     watchdog = Watchdog(dist.PrefixStore("watchdog", client), dist.get_rank(), dist.get_world_size())
     weakref.finalize(world, watchdog.stop).atexit = False  # _leave_at_exit reports the end first
     return watchdog
-
-
-def known_watchdog() -> Watchdog | None:
-    """Return the watchdog of this process if :func:`job_watchdog` has created one."""
-    world = dist.group.WORLD
-    return _watchdogs.get(world) if world is not None else None
 
 
 @cache

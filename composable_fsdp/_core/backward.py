@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
-from composable_fsdp import trace
 from composable_fsdp._core.events import LOCAL_GRADIENTS, EndOfRun, ParameterState, RunningPass
 from composable_fsdp._core.group import AutogradTask
 from composable_fsdp._core.launch import FusedBuckets, Launcher, PendingReduction, ReductionLaunch, reduce_together
@@ -431,13 +430,9 @@ class PassesUnderway:
         if running is None or isinstance(error, _StopRecomputationError):
             return  # refused before it began, or a checkpoint stopped its recomputation early
         running.note(error, state.name)
-        if not in_backward and not ends_forward:
-            return
-        if not in_backward:
+        if ends_forward and not in_backward:
             for observe in root.observers.failed:
                 observe(root, running)
-        running.is_reported = True
-        trace.emit_fault(error, f"the {running.kind} of {running.raised_in}")
 
 
 def _begun(root: ObservedRoot, running: RunningPass) -> RunningPass:

@@ -25,7 +25,6 @@ class RunningPass:
         "_raised",
         "_summary",
         "began",
-        "is_reported",
         "kind",
         "module",
         "raised_in",
@@ -38,8 +37,6 @@ class RunningPass:
         self.module = module
         self.raised_in = module
         """The module in which the last exception was raised."""
-        self.is_reported = False
-        """True if fault listeners have been notified of its failure."""
         self.run_has_ended = False
         """True if autograd's run of a backward is over. Set by :class:`EndOfRun`."""
         self.succeeded = False

@@ -19,7 +19,7 @@ import torch
 
 import composable_fsdp
 from composable_fsdp._api.fsdp_module import has_sharded
-from composable_fsdp.cli import checkpoint_commands, diagnostics_commands, doctor, plan_command, printing
+from composable_fsdp.cli import checkpoint_commands, doctor, plan_command, printing, timeline_command
 from composable_fsdp.errors import ConfigurationError, FSDPError
 from composable_fsdp.interop import patch_torch
 
@@ -70,7 +70,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
         help="show the tracebacks of errors, as COMPOSABLE_FSDP_TRACEBACK=1 does",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for each in (doctor, plan_command, checkpoint_commands, diagnostics_commands):
+    for each in (doctor, plan_command, timeline_command, checkpoint_commands):
         each.add_commands(commands)
     program = printing.add_command(commands, "run", run)
     program.usage = "%(prog)s [-h] PROGRAM ... | -m MODULE ..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +17,8 @@ import torch.distributed as dist
 
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._consistency.rendezvous import StoreRendezvous
+from composable_fsdp._consistency.verify_ranks import library_version
 from composable_fsdp.cli import printing
-from composable_fsdp.diagnostics.fault_file import versions
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plugins.shared_memory.connect import host_identity
 
@@ -129,6 +130,15 @@ def _all_reduce(store: dist.Store, rank: int, ranks: int, seconds: float) -> tup
 
 
 # -- checks
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of packages, that of torch with its build, such as ``2.15.0+cu132``."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "composable_fsdp": library_version(),
+    }
 
 
 def check_launch(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -1,21 +1,16 @@
-"""Flight recorder: keeps the last events of every rank, writes them to a file on an error, and compares ranks.
+"""Descriptions, timelines and meters of sharded models.
 
-It is off by default, because recording takes time. To turn it on::
-
-    COMPOSABLE_FSDP_DIAGNOSTICS=runs/diagnostics torchrun ...
-
-Every rank then writes ``rank-00000.json`` to that folder on an error, SIGTERM or SIGUSR1. ``composable-fsdp
-diagnostics runs/diagnostics`` shows the ranks side by side.
-
-:func:`write_timeline` writes recorded events as a timeline; ``COMPOSABLE_FSDP_TIMELINE`` records them.
-:class:`Meter` measures speed, MFU, memory and exposed communication.
+``COMPOSABLE_FSDP_TIMELINE=folder`` records a run, and ``composable-fsdp timeline folder`` draws it;
+:func:`write_timeline` writes events that a ``Recorder`` has. :class:`Meter` measures speed, MFU, memory and exposed
+communication.
 """
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from composable_fsdp.diagnostics.communication_report import CommunicationReport, CommunicationRow
 from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription
-from composable_fsdp.diagnostics.fault_file import disable, dump, enable
 from composable_fsdp.diagnostics.meters import Meter, Reading
 from composable_fsdp.diagnostics.timeline import write_timeline
 
@@ -26,8 +21,14 @@ __all__ = [
     "Meter",
     "ModelDescription",
     "Reading",
-    "disable",
-    "dump",
-    "enable",
     "write_timeline",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in ("disable", "dump", "enable"):  # an AttributeError would lose its text in ``from ... import``
+        raise ImportError(
+            f"diagnostics.{name} is gone: errors and warnings have the operation of each rank, "
+            "COMPOSABLE_FSDP_TIMELINE records events, and Python's faulthandler.register(signal.SIGUSR1) shows stacks."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from composable_fsdp._files import replace_file
-from composable_fsdp.diagnostics.fault_file import read, recorded_events
+from composable_fsdp.diagnostics.recorded_events import read
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.trace import Operation, TraceEvent
 
@@ -303,24 +303,14 @@ def write_timeline(events: Iterable[TraceEvent], path: str | os.PathLike[str], *
 def merged(folder: Path) -> list[Lanes]:
     """Return the timelines of all ranks in ``folder`` by the clocks of their hosts.
 
-    The files are those of diagnostics, which ranks write when the program ends or, with fewer events, on an error.
-
     Raises:
         ConfigurationError: there is no file in ``folder``, or one is damaged.
     """
-    files = read(folder)
-    for name, problem in files.damaged.items():
-        raise ConfigurationError(f"{folder / name} cannot be read: {problem}")
-    if not files.dumps:
-        raise ConfigurationError(
-            f"there is no timeline in {folder}. Set COMPOSABLE_FSDP_TIMELINE={folder} for a run; ranks write when they "
-            "end."
-        )
     found = []
-    for rank, dump in sorted(files.dumps.items()):
-        ahead = dump["written"] - dump["clock"]
-        events = [replace(each, begin=each.begin + ahead, end=each.end + ahead) for each in recorded_events(dump)]
-        found.append(performed(events, f"rank {rank}"))
+    for each in read(folder):
+        ahead = each.written - each.clock
+        events = [replace(event, begin=event.begin + ahead, end=event.end + ahead) for event in each.events]
+        found.append(performed(events, f"rank {each.rank}"))
     return found
 
 

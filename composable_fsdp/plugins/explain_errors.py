@@ -34,7 +34,7 @@ from composable_fsdp._core.seams import HookHandles, Observer
 from composable_fsdp._core.state import FSDPState, GlobalHooks, state_of, state_of_parameter
 from composable_fsdp.errors import LifecycleError, printable
 
-__all__ = ["ExplainedErrors", "explain", "explained_methods", "explanation_of", "hook_uncaught", "uncaught_errors"]
+__all__ = ["ExplainedErrors", "explain", "explained_methods", "explanation_of", "uncaught_errors"]
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 _REMEDY = (
@@ -158,15 +158,16 @@ def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 # -- errors that end the program
 
 
-def hook_uncaught(report: Callable[[BaseException], str | None]) -> Callable[[], None]:
-    """Install a ``sys.excepthook`` that calls ``report`` with uncaught exceptions, and then the hook of before.
+def _hook_uncaught() -> Callable[[], None]:
+    """Install a ``sys.excepthook`` that explains uncaught errors and calls the hook of before. Return what restores it.
 
-    A text that ``report`` returns is printed at the end. Returns a function that restores the hook of before.
+    A text that cannot be a note of the error is printed at the end.
     """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
-        text = report(error)
+        note_end(error)
+        text = explain(error)
         before(kind, error, stack)
         if text:
             sys.stderr.write(f"{printable(text)}\n")
@@ -179,10 +180,5 @@ def hook_uncaught(report: Callable[[BaseException], str | None]) -> Callable[[],
     return restore
 
 
-def _note_and_explain(error: BaseException) -> str | None:
-    note_end(error)
-    return explain(error)
-
-
-uncaught_errors = GlobalHooks(lambda: hook_uncaught(_note_and_explain))
+uncaught_errors = GlobalHooks(_hook_uncaught)
 """The ``sys.excepthook`` that explains errors about sharded parameters."""

@@ -35,9 +35,7 @@ class Visible(Around):
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         if trace.listeners and is_over_group(self.base):
             nbytes = sum(transfer.input.nbytes for transfer in transfers)
-            base = self.base
-            position = trace.Position(base.name, base.ranks, base.generation, base.launched + 1)
-            trace.emit(trace.Operation.COLLECTIVE, label, nbytes, position=position)
+            trace.emit(trace.Operation.COLLECTIVE, label, nbytes)
         if self.traits.dispatches:
             return self.base.launch(kind, transfers, label, op)
         if self.size > 1 and torch._C._len_torch_dispatch_stack():

@@ -30,7 +30,7 @@ from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
-from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
+from composable_fsdp.errors import FSDPError, PeerError
 
 __all__ = [
     "Exchange",
@@ -85,11 +85,7 @@ class Watched(Around):
         operation = OperationId(self._ranks, self._number + 1, label, self._line)
         if self.checker is not None:
             self._next = operation
-            try:
-                self.checker.begin(label, tuple([transfer.input.nbytes for transfer in transfers]))
-            except DivergenceError as error:
-                trace.emit_fault(error, str(operation))
-                raise
+            self.checker.begin(label, tuple([transfer.input.nbytes for transfer in transfers]))
         self._number += 1
         try:
             return _WatchedWork(self, operation, self.base.launch(kind, transfers, label, op), self.end_wait)
@@ -144,7 +140,6 @@ class Watched(Around):
                 f"at the output of each for the first error. {error}"
             )
         give_up(str(found).split("\n", 1)[0])
-        trace.emit_fault(found, str(operation))
         raise found from error
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from composable_fsdp import CommunicationPolicy, CommunicationState, ErrorFeedback, Int8, fully_shard
 from composable_fsdp.checkpoint import latest, load, save
 from composable_fsdp.errors import CheckpointError
-from tests._internals import known_watchdog, missing_ranks
+from tests._internals import missing_ranks
 from tests.helpers.checkpoint_worlds import (
     WORLDS,
     Gate,
@@ -32,6 +32,7 @@ from tests.helpers.checkpoint_worlds import (
     train,
     zeroed,
 )
+from tests.helpers.known_watchdog import known_watchdog
 from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment

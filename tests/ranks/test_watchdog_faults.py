@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import PeerError, fully_shard
 from composable_fsdp.testing import Delay, Fault, inject_faults
-from tests._internals import PATIENCE, known_watchdog
+from tests._internals import PATIENCE
 from tests.helpers.faults import Layers, build, error_of, inject_fault, is_last, step
+from tests.helpers.known_watchdog import known_watchdog
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
@@ -87,6 +88,22 @@ def delay_after_a_recovery() -> None:
 @both_transports
 def test_ranks_wait_for_a_late_one_after_a_recovery(transport: Environment) -> None:
     run_ranks(delay_after_a_recovery, 2, environment=transport)
+
+
+def wait_long() -> None:
+    model = build()
+    step(model)
+    if is_last():
+        time.sleep(2 * PATIENCE)
+    step(model)
+    watchdog = known_watchdog()
+    assert watchdog is not None
+    assert watchdog.report().waiting is None
+
+
+@both_transports
+def test_a_long_wait_that_ended_is_not_reported(transport: Environment) -> None:
+    run_ranks(wait_long, 2, environment=transport)
 
 
 # -- faults

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable_fsdp.testing import RanksError
-from tests._internals import known_watchdog, watchdog
+from tests._internals import watchdog
 from tests.helpers import run_ranks as pool
+from tests.helpers.known_watchdog import known_watchdog
 from tests.helpers.run_ranks import run_ranks, shutdown
 from tests.ranks.test_run_ranks import caller, eventually, exists, fail_on, pid, runs, state, sum_of_ranks, warning
 

@@ -23,7 +23,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(composable_fsdp.__file__).parents[1]
-COMMANDS = ("doctor", "plan", "timeline", "run", "checkpoint inspect", "checkpoint convert", "diagnostics")
+COMMANDS = ("doctor", "plan", "timeline", "run", "checkpoint inspect", "checkpoint convert")
 
 
 # -- entry points
@@ -117,7 +117,7 @@ def test_errors_are_one_line_unless_their_tracebacks_are_asked_for(tmp_path: Pat
         (["novel"], "invalid choice: 'novel'"),
         (["checkpoint"], "the following arguments are required: COMMAND"),
         (["checkpoint", "inspect"], "the following arguments are required: path"),
-        (["diagnostics", "folder", "--json"], "diagnostics: error: unrecognized arguments: --json"),
+        (["timeline", "folder", "--stacks"], "timeline: error: unrecognized arguments: --stacks"),
         (["run"], "error: run needs a program, or -m and the name of a module."),
         (["run", "-m"], "error: run needs a program, or -m and the name of a module."),
         (["run", "novel.py"], "error: there is no program novel.py."),

@@ -8,9 +8,8 @@ import os
 import pickle
 import random
 import struct
-import time
 import traceback
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,39 +19,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_fsdp import diagnostics
 from composable_fsdp.checkpoint import load_safetensors, save, save_safetensors
 from composable_fsdp.cli import main
 from composable_fsdp.diagnostics.communication_report import text_table
 from composable_fsdp.errors import CheckpointError, ConfigurationError, FSDPError, PeerError, printable
 from composable_fsdp.trace import Operation
-from tests._internals import _files, checkpoint_save, describe_checkpoint, directory, rank_group, read, sequences
+from tests._internals import _files, checkpoint_save, describe_checkpoint, directory, rank_group, write
 from tests.helpers.command import run_command
 from tests.helpers.single_rank_checkpoints import trained
 
 VALUES: dict[str, Any] = {
-    **dict.fromkeys(("rank", "attempt", "process"), 0),
+    **dict.fromkeys(("rank", "attempt"), 0),
     **dict.fromkeys(("written", "clock"), 0.0),
-    **dict.fromkeys(("host", "reason", "state"), ""),
-    "stacks": [],
     "events": [],
-    "faults": [],
-    "versions": {},
-    "format": 4,
+    "format": 5,
     "world_size": 1,
 }
-POSITION = {"group": "world", "ranks": [0], "connection": 0, "number": 1}
 EVENT: dict[str, Any] = {
     "operation": "collective",
     "group": "a",
     "stream": "",
-    "position": POSITION,
     "bytes": 8,
     "plain_bytes": 8,
     "begin": 0.0,
     "end": 0.0,
 }
-FAULT = {"error": "E", "text": "failed", "where": "forward of a", "time": 0.0}
 HOSTILE = (
     "\x1b[2J",
     "\x1b]52;c;eA==\x07",
@@ -74,15 +65,19 @@ def test_texts_are_printable_wherever_they_are_shown(mark: str, tmp_path: Path) 
     for kind in (CheckpointError, ConfigurationError, PeerError):
         assert str(kind(f"a {mark} b\nc")) == f"a {printable(mark)} b\nc"
     assert mark not in text_table(("name",), [(f"a{mark}",)], ())
-    values = VALUES | {"versions": {"torch": mark}, "stacks": [[mark, [mark]]]}
-    values |= dict.fromkeys(("host", "reason", "state"), mark)
-    values["faults"] = [{"time": 0.0, "text": mark, "where": mark, "error": mark}]
-    (tmp_path / "rank-00000.json").write_text(json.dumps(values))
     (tmp_path / f"rank-0{mark.strip(chr(0) + '/')}1.json").write_text("{")
-    shown = run_command("diagnostics", tmp_path, "--stacks")
-    assert mark not in shown.stdout.replace("\n", "")
-    assert printable(mark, "") in shown.stdout
+    shown = run_command("timeline", tmp_path)
+    assert shown.exit_code == 2
+    assert mark.strip(chr(0)) == "" or printable(mark) in shown.stderr
     assert all(character.isprintable() or character == "\n" for character in shown.stdout + shown.stderr)
+
+
+def test_groups_in_a_timeline_are_printable(tmp_path: Path) -> None:
+    events = [EVENT | {"operation": kind, "group": "\x1b[2J"} for kind in ("forward", "unshard", "wait", "backward")]
+    events = [event | {"begin": number, "end": number + 1} for number, event in enumerate(events)]
+    (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | {"events": events}))
+    assert run_command("timeline", tmp_path).exit_code == 0
+    assert "forward \\\\x1b[2J" in (tmp_path / "timeline.json").read_text()
 
 
 def test_names_in_a_manifest_are_printable(tmp_path: Path) -> None:
@@ -109,7 +104,7 @@ def test_plain_texts_stay_as_they_are() -> None:
         ({"rank": 3}, "it is of rank 3 of 1"),
         ({"rank": -1}, "rank: it is not a whole number from 0 to 2^63"),
         ({"rank": "0"}, "rank: it is not a whole number from 0 to 2^63"),
-        ({"process": True}, "process: it is not a whole number from 0 to 2^63"),
+        ({"attempt": True}, "attempt: it is not a whole number from 0 to 2^63"),
         ({"written": float("inf")}, "written: it is not a time that a clock shows"),
         ({"clock": float("nan")}, "clock: it is not a time that a clock shows"),
         ({"clock": -(10**400)}, "clock: it is not a time that a clock shows"),
@@ -121,25 +116,13 @@ def test_plain_texts_stay_as_they_are() -> None:
         ({"events": [EVENT | {"group": {}}]}, "events: entry 0: group: it is not a text"),
         ({"events": [EVENT | {"end": 1e300}]}, "events: entry 0: end: it is not a time that a clock shows"),
         ({"events": [EVENT | {"begin": 1.0}]}, "events: entry 0: it ends before it begins"),
-        ({"events": [EVENT | {"position": {}}]}, "events: entry 0: position: it has no 'group'"),
-        (
-            {"events": [EVENT | {"position": POSITION | {"ranks": [0, "1"]}}]},
-            "events: entry 0: position: ranks: entry 1",
-        ),
-        ({"faults": ["x"]}, "faults: entry 0: it is not an object"),
-        ({"faults": [FAULT | {"text": None}]}, "faults: entry 0: text: it is not a text"),
-        ({"faults": [FAULT | {"where": 3}]}, "faults: entry 0: where: it is not a text"),
-        ({"stacks": [["MainThread"]]}, "stacks: entry 0: it is not a name with frames"),
-        ({"stacks": [["MainThread", [1]]]}, "stacks: entry 0: frames: entry 0: it is not a text"),
-        ({"versions": []}, "versions: it is not an object"),
-        ({"versions": {"torch": 2}}, "versions: torch: it is not a text"),
+        ({"events": ["x"]}, "events: entry 0: it is not an object"),
+        ({"events": {}}, "events: it is not a list"),
+        ({"format": 4}, "format 4, which this version does not know: it reads 5"),
     ],
 )
 def test_an_entry_of_another_type_or_range_is_named(tmp_path: Path, changed: dict[str, Any], problem: str) -> None:
     (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | changed))
-    done = run_command("diagnostics", tmp_path, "--stacks")
-    assert f"rank-00000.json cannot be read: {problem}" in done.stdout
-    assert done.exit_code == 1
     done = run_command("timeline", tmp_path)
     assert f"rank-00000.json cannot be read: {problem}" in done.stderr
     assert done.exit_code == 2
@@ -166,69 +149,61 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("begin", "end"), st.sampled_from([0, 0.5, 1.0, 2, -9e10, 9e10])),
     **dict.fromkeys(("bytes", "plain_bytes"), st.sampled_from([0, 1, 2**63])),
     "operation": st.sampled_from([each.value for each in Operation]),
-    "position": st.sampled_from([None, POSITION]),
     "group": st.sampled_from(["", "\ud800", "$a"]),
     "stream": st.just(""),
 }
 EXTREME = st.fixed_dictionaries(FIELDS).map(lambda event: event | {"end": max(event["begin"], event["end"])})
 """Events that are admitted."""
-DOCUMENTS = changes_of(VALUES | {"world_size": 2, "events": [EVENT] * 2, "faults": [FAULT]}) | st.lists(EXTREME).map(
+DOCUMENTS = changes_of(VALUES | {"world_size": 2, "events": [EVENT] * 2}) | st.lists(EXTREME).map(
     lambda events: VALUES | {"world_size": 2, "events": events}
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(DOCUMENTS, max_size=2))
-def test_no_file_of_diagnostics_ends_in_a_traceback(documents: list[Any]) -> None:
+def test_no_file_of_a_timeline_ends_in_a_traceback(documents: list[Any]) -> None:
     with TemporaryDirectory() as folder:
         for rank, document in enumerate(documents):
             Path(folder, f"rank-0000{rank}.json").write_text(json.dumps(document))
-        for arguments in (("diagnostics", folder, "--stacks"), ("timeline", folder, "--json")):
-            done = run_command(*arguments)
-            assert done.exception is None
-            assert (done.stdout + done.stderr).encode("utf-8")
+        done = run_command("timeline", folder, "--json")
+        assert done.exception is None
+        assert (done.stdout + done.stderr).encode("utf-8")
 
 
 def test_lone_surrogates_and_nested_lists_are_shown(tmp_path: Path) -> None:
     events = [EVENT | {"operation": kind, "group": "\udc80"} for kind in ("forward", "unshard", "wait", "backward")]
     events = [event | {"begin": number, "end": number + 1} for number, event in enumerate(events)]
-    (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | {"host": "\udc80", "events": events}))
+    (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | {"events": events}))
     assert run_command("timeline", tmp_path).exit_code == 0
-    assert "0 on \\udc80" in run_command("diagnostics", tmp_path).stdout
     (tmp_path / "rank-00001.json").write_text('{"format": ' + "[" * 10**5)
-    shown = run_command("diagnostics", tmp_path)
-    assert (shown.exit_code, shown.exception) == (1, None)
-    assert "rank-00001.json cannot be read: " in shown.stdout
+    shown = run_command("timeline", tmp_path)
+    assert (shown.exit_code, shown.exception) == (2, None)
+    assert "rank-00001.json cannot be read: " in shown.stderr
 
 
 def test_what_the_encoding_of_a_terminal_lacks_is_escaped(tmp_path: Path) -> None:
-    (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | {"host": "größe"}))
-    with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="ascii")) as stdout, pytest.raises(SystemExit):
-        main(arguments=["diagnostics", str(tmp_path)])
-    stdout.seek(0)
-    assert "0 on gr\\xf6\\xdfe" in stdout.read()
+    with redirect_stderr(io.TextIOWrapper(io.BytesIO(), encoding="ascii")) as stderr, pytest.raises(SystemExit):
+        main(arguments=["timeline", str(tmp_path / "größe")])
+    stderr.seek(0)
+    assert "gr\\xf6\\xdfe" in stderr.read()
 
 
-def test_a_file_of_many_process_groups_is_read_in_linear_time(tmp_path: Path) -> None:
-    def seconds(groups: int) -> float:
-        events = [EVENT | {"position": POSITION | {"group": f"{number}"}} for number in range(groups)]
-        (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | {"events": events}))
-        began = time.process_time()
-        assert len(sequences(read(tmp_path).dumps)) == groups
-        return time.process_time() - began
-
-    assert seconds(4000) < 8 * min(seconds(1000), seconds(1000)) + 0.2, "16 times if each group looks at all others"
+def make_huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
 
 
-def test_only_regular_files_of_diagnostics_are_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rank-00000.json")
-    (tmp_path / "rank-00001.json").symlink_to("/dev/zero")
-    with (tmp_path / "rank-00002.json").open("wb") as file:
-        file.truncate(1 << 40)
-    shown = run_command("diagnostics", tmp_path).stdout
-    assert "rank-00000.json cannot be read: [Errno 22] this is not a regular file" in shown
-    assert "rank-00001.json cannot be read: [Errno 22] this link leads out of its folder" in shown
-    assert "rank-00002.json cannot be read: [Errno 27] this has 1099511627776 bytes, at most" in shown
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (os.mkfifo, "[Errno 22] this is not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "[Errno 22] this link leads out of its folder"),
+        (make_huge, "[Errno 27] this has 1099511627776 bytes, at most"),
+    ],
+)
+def test_only_regular_files_of_a_timeline_are_read(tmp_path: Path, make: Any, problem: str) -> None:
+    make(tmp_path / "rank-00000.json")
+    assert f"rank-00000.json cannot be read: {problem}" in run_command("timeline", tmp_path).stderr
 
 
 def test_files_are_replaced_and_links_not_followed(tmp_path: Path) -> None:
@@ -236,7 +211,7 @@ def test_files_are_replaced_and_links_not_followed(tmp_path: Path) -> None:
     precious.write_text("precious")
     folder.mkdir()
     (folder / "rank-00000.json").symlink_to(precious)
-    assert diagnostics.dump(folder) == folder / "rank-00000.json"
+    write(folder, 0, 1, [])
     (folder / "timeline.json").symlink_to(precious)
     (folder / "timeline.png").symlink_to(precious)
     run_command("timeline", folder)

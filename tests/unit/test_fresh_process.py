@@ -86,7 +86,7 @@ def test_ranks_of_a_script_that_fails_end_by_themselves(tmp_path: Path) -> None:
 def test_a_module_runs_until_a_signal_or_its_end(tmp_path: Path) -> None:
     outputs = tmp_path / "stdout", tmp_path / "stderr"
     no_ranks = {"RANK": "0", "WORLD_SIZE": "0"}
-    program = Program("tests.helpers.paused_rank", "none", outputs=outputs, environment=no_ranks)
+    program = Program("tests.helpers.failing_rank", "none", outputs=outputs, environment=no_ranks)
     assert program.wait() == program.wait() == 1
     assert "ValueError" in outputs[1].read_text()
     server = Program("http.server", "0", outputs=outputs, environment={})

@@ -20,7 +20,7 @@ from composable_fsdp import fully_shard, trace
 from composable_fsdp.diagnostics import CommunicationReport, CommunicationRow, write_timeline
 from composable_fsdp.diagnostics.timeline import Lanes, draw_step, performed, straggler
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.trace import Operation, Position, TraceEvent
+from composable_fsdp.trace import Operation, TraceEvent
 from tests._internals import (
     Event,
     Hook,
@@ -32,25 +32,24 @@ from tests._internals import dry_run as s
 from tests.helpers.command import run_command
 
 
-def event(operation: str, group: str, begin: float, end: float, nbytes: int = 0, number: int = 0) -> TraceEvent:
-    position = Position("world", (0, 1), 0, number) if operation == "collective" else None
-    return TraceEvent(Operation(operation), group, nbytes, "", begin, end, nbytes, position)
+def event(operation: str, group: str, begin: float, end: float, nbytes: int = 0) -> TraceEvent:
+    return TraceEvent(Operation(operation), group, nbytes, "", begin, end, nbytes)
 
 
 STEP = (
     event("unshard", "a", 1.0, 1.1, 100),
-    event("collective", "all-gather of a in forward", 1.05, 1.05, 50, number=1),
+    event("collective", "all-gather of a in forward", 1.05, 1.05, 50),
     event("allocate", "a", 1.1, 1.1, 4096),
     event("unshard", "b", 1.2, 1.3, 300),
-    event("collective", "all-gather of b in forward", 1.25, 1.25, 150, number=2),
+    event("collective", "all-gather of b in forward", 1.25, 1.25, 150),
     event("wait", "a", 1.3, 2.0),
     event("reshard", "a", 3.0, 3.0),
     event("free", "a", 3.0, 3.0, 4096),
     event("wait", "b", 3.0, 3.5),
     event("forward", "root", 1.0, 5.0),
-    event("collective", "search", 5.2, 5.2, 8, number=3),
+    event("collective", "search", 5.2, 5.2, 8),
     event("reduce", "b", 6.0, 6.1, 300),
-    event("collective", "reduce-scatter of b", 6.05, 6.05, 300, number=4),
+    event("collective", "reduce-scatter of b", 6.05, 6.05, 300),
     event("reduced", "b", 7.0, 8.0),
     event("backward", "root", 5.5, 8.0),
 )
@@ -91,7 +90,7 @@ def test_groups_that_share_a_launch_are_one_slice() -> None:
 
 def test_a_gather_over_shared_memory_sends_no_bytes() -> None:
     shared = (
-        event("collective", "all-gather of a in forward", 1.05, 1.05, 0, number=1),
+        event("collective", "all-gather of a in forward", 1.05, 1.05, 0),
         event("unshard", "a", 1.0, 1.1),
         event("wait", "a", 1.2, 2.0),
         event("unshard", "without parameters", 2.1, 2.1),
@@ -257,17 +256,12 @@ def write_dump(folder: Path, rank: int) -> None:
     ahead = 10.0 * rank
     events = [replace(each, begin=each.begin + ahead, end=each.end + ahead) for each in STEP]
     dump = {
-        "format": 4,
+        "format": 5,
         "rank": rank,
         "world_size": 2,
         "attempt": 0,
-        "faults": [],
         "written": 1999.0,
         "clock": 1000.0 + ahead,
-        "process": 1,
-        **dict.fromkeys(("host", "reason", "state"), ""),
-        "stacks": [],
-        "versions": {},
     }
     (folder / file_name(rank)).write_text(json.dumps(dump | {"events": [asdict(each) for each in events]}))
 

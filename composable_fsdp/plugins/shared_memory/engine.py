@@ -20,7 +20,6 @@ from functools import cache
 
 import torch
 
-from composable_fsdp import trace
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
 from composable_fsdp._core.events import error_summary
@@ -314,14 +313,8 @@ class ShmEngine:
             self._watchdog.blame(error.ranks)
         operation = failed or (self._running[0] if self._running else "an operation")
         self._socket.give_up(self._peers.failure_text(self.rank, error, operation))
-        text = self._current_operation_text()
         self._running.clear()
         _thread_engines().discard(self)
-        trace.emit_fault(error, text)
-
-    def _current_operation_text(self) -> str:
-        """Return a description of the oldest operation in flight."""
-        return f"{self._running[0]} over {self._peers}" if self._running else f"an operation over {self._peers}"
 
     def poll_events(self) -> dict[int, int]:
         """Return the events to poll for, by file descriptor."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from tests._internals import known_watchdog
+from tests.helpers.known_watchdog import known_watchdog
 from tests.helpers.mesh_caches import forget_meshes
 
 __all__ = ["reset"]
