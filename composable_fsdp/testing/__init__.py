@@ -1,34 +1,38 @@
-"""Tools for tests of this library and of programs that use it.
+"""Tools for tests of programs that use this library.
 
 - :func:`run_ranks` runs a function on several gloo processes. :class:`RanksError` has the errors of all ranks.
-- :class:`FakeWorld` simulates all ranks of an axis in one process. Waiting too early raises :class:`DeadlockError`,
-  launching different collectives :class:`MismatchError`.
 - :func:`inject_faults` injects faults into a model's operations. :class:`Delay`, :class:`Drop`,
   :class:`Raise` and :class:`Kill` are the effects, and a :class:`Fault` says when one happens.
   :class:`FaultyCommunicator` does the same for one communicator.
-- :func:`assert_trace` compares the events of a ``Recorder`` with the expected ones, line by line.
 """
 
-from composable_fsdp.testing._assert_trace import assert_trace
-from composable_fsdp.testing.fake import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
+from typing import NoReturn
+
 from composable_fsdp.testing.faults import Delay, Drop, Effect, Fault, FaultyCommunicator, Kill, Raise, inject_faults
 from composable_fsdp.testing.ranks import RanksError, run_ranks
 
 __all__ = [
-    "DeadlockError",
     "Delay",
     "Drop",
     "Effect",
-    "FakeCommunicator",
-    "FakeWork",
-    "FakeWorld",
     "Fault",
     "FaultyCommunicator",
     "Kill",
-    "MismatchError",
     "Raise",
     "RanksError",
-    "assert_trace",
     "inject_faults",
     "run_ranks",
 ]
+
+_OF_THE_TESTS = {
+    "assert_trace": "assert_trace",
+    **dict.fromkeys(("DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"), "fake_world"),
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _OF_THE_TESTS:  # an AttributeError would lose its text in ``from ... import``
+        raise ImportError(
+            f"testing.{name} is a part of the repository's tests: tests/helpers/{_OF_THE_TESTS[name]}.py in a clone."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

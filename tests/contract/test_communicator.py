@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from composable_fsdp.testing import FakeWorld
 from tests._internals import (
     Collective,
     Communicator,
@@ -27,6 +26,7 @@ from tests._internals import (
     communicator_over,
     find,
 )
+from tests.helpers.fake_world import FakeWorld
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import in_place, over_gloo
 

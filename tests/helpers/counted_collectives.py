@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from composable_fsdp.testing import FakeCommunicator
 from tests._internals import Collective, GlooCommunicator, SharedMemoryCommunicator, Transfer
+from tests.helpers.fake_world import FakeCommunicator
 
 __all__ = ["COMMUNICATORS", "counted_collectives"]
 

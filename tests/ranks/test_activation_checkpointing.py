@@ -14,8 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
+from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Block, Chain, Transformer, seeded, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity, play_task

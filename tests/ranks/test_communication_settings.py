@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 import composable_fsdp as ours
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import find_state, is_over_group, state_of
+from tests.helpers.assert_trace import assert_trace
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
+from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import find_state, state_of
+from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Chain, Transformer, seeded
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import Play, check_parity, play_task

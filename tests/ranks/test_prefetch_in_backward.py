@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
+from tests.helpers.assert_trace import assert_trace
 from tests.helpers.large_weights import WIDTH, Tower, batch, play
 from tests.helpers.peak_memory import peak_above_idle
 from tests.helpers.run_ranks import run_ranks

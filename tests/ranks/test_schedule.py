@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import FSDPModule, PeerError, fully_shard
-from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ForwardRecord, Planner, events, state_of
+from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Routed, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity

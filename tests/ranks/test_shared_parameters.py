@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import LifecycleError, ParameterError
-from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
+from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Transformer, seeded
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task

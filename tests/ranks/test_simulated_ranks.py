@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import MixedPrecisionPolicy
-from composable_fsdp.testing import FakeWorld
 from tests._internals import (
     CommStreams,
     DataParallelAxes,
@@ -26,6 +25,7 @@ from tests._internals import (
     shard_over_axes,
 )
 from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.fake_world import FakeWorld
 
 # name: (shape, sharded dim). Even and uneven sizes, empty shards on either dim, and an empty tensor.
 SHAPES = {

@@ -16,7 +16,6 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import FakeCommunicator, FakeWorld
 from tests._internals import (
     AllGather,
     CachedPart,
@@ -26,6 +25,7 @@ from tests._internals import (
     cached_message,
     plan_gather,
 )
+from tests.helpers.fake_world import FakeCommunicator, FakeWorld
 
 RANKS = 2
 

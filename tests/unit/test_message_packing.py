@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import FakeWorld
 from tests._internals import AllGatherBuffers, Collective, group_by_key, pack_messages
+from tests.helpers.fake_world import FakeWorld
 
 HOST = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)

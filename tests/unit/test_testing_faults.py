@@ -19,7 +19,6 @@ from composable_fsdp.testing import (
     Delay,
     Drop,
     Effect,
-    FakeWorld,
     Fault,
     FaultyCommunicator,
     Kill,
@@ -28,6 +27,7 @@ from composable_fsdp.testing import (
 )
 from tests._internals import Collective, Transfer
 from tests.helpers.cut_off_store import PartitionableStore
+from tests.helpers.fake_world import FakeWorld
 from tests.helpers.transports import in_place
 
 

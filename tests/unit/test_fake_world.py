@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
-from composable_fsdp.testing import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
 from tests._internals import Collective, ReduceOp, Transfer
+from tests.helpers.fake_world import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
 from tests.helpers.transports import in_place
 
 

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composable_fsdp._consistency.rank_report import format_ranks
-from composable_fsdp._core.comm import SUM, Collective, Traits, Transfer
-from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
+from composable_fsdp.plugins import SUM, Collective, ReduceOp, Traits, Transfer
+from tests._internals import format_ranks
 
 __all__ = ["DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder, TraceEvent, emit
+from tests.helpers.assert_trace import assert_trace
 
 
 def recorded(*lines: str) -> Recorder:
