@@ -323,7 +323,7 @@ class FSDPModule(TorchFSDPModule):
         for state in states:
             for pgs in state.group.process_groups:
                 pgs.reduces_unused = reduce_scatter_unused_params
-            state.group.rebuild()
+            state.rebuild()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many gradient reductions may be in flight at once. A further one first waits for the oldest.
@@ -452,7 +452,7 @@ class FSDPModule(TorchFSDPModule):
         """
         check_between_steps("set_custom_all_gather", [_state(self)])
         _custom_comm().choose([_state(self)], custom_gather=comm)
-        _state(self).group.rebuild()
+        _state(self).rebuild()
 
     @runs_outside
     def set_custom_reduce_scatter(self, comm: object) -> None:
@@ -470,7 +470,7 @@ class FSDPModule(TorchFSDPModule):
         """
         check_between_steps("set_custom_reduce_scatter", [_state(self)])
         _custom_comm().choose([_state(self)], custom_scatter=comm)
-        _state(self).group.rebuild()
+        _state(self).rebuild()
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Call ``hook`` with this module's reduced gradients before they are set as ``grad``.

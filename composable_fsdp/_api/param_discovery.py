@@ -141,6 +141,7 @@ class ParamDiscovery:
                 f"parameter {place} is the same tensor as {parameter.name!r} of {state.name}, which has been sharded "
                 f"already. {_HOW_TO_SHARE}"
             )
+        state.reshard()
         state.group.register_at(parameter, [(owner, attribute)])
 
     def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:

@@ -347,9 +347,8 @@ class ParamGroup:
             )
 
     def rebuild(self) -> None:
-        """Reshard and rebuild the tensors, after a change that the plan depends on."""
+        """Rebuild the tensors, which are sharded, after a change that the plan depends on."""
         self.check_nothing_held()
-        self.reshard()
         former = [bucket.scatter for bucket in self.buckets]
         self.build()
         for bucket in self.buckets:
@@ -357,16 +356,14 @@ class ParamGroup:
                 bucket.scatter.continue_from(scatter)
 
     def give_up(self, parameter: ShardedParameter) -> None:
-        """Remove ``parameter``, whose places now hold a parameter of another group."""
+        """Remove ``parameter``, which is sharded and whose places now hold a parameter of another group."""
         self.check_nothing_held()
-        self.reshard()
         self.parameters.remove(parameter)
         parameter.state_ref = None
         self.build()
 
     def register_at(self, parameter: ShardedParameter, places: Sequence[tuple[nn.Module, str]]) -> None:
-        """Register ``parameter`` of this group on more modules."""
-        self.reshard()
+        """Register ``parameter`` of this group, which is sharded, on more modules."""
         parameter.owners = (*parameter.owners, *places)
         self.register()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from operator import attrgetter, is_
+from operator import add, attrgetter, is_
 from typing import Any
 from weakref import ref
 
@@ -114,6 +114,7 @@ class Registration:
         parameters = self._parameters
         self._sharded = [p.sharded for p in parameters]
         self._unsharded = [p.unsharded for p in parameters]
+        self._unsharded_locals = [local_part(p.unsharded) for p in parameters]
         self._locals = [p.local for p in parameters]
         self._trainable = [p.trainable for p in parameters]
         owned = [(module, name, p) for p in parameters for module, name in p.owners]
@@ -217,9 +218,12 @@ class Registration:
 
     @property
     def unsharded_versions(self) -> list[int]:
-        """The version counters of the unsharded parameters."""
+        """The version counters of the unsharded parameters, to which those of their local tensors are added.
+
+        A write to ``to_local()`` of a DTensor moves the second alone.
+        """
         with without_torch_function():
-            return list(map(_version, self._unsharded))
+            return list(map(add, map(_version, self._unsharded), map(_version, self._unsharded_locals)))
 
     def replaced_data(self) -> list[ShardedParameter]:
         """Return the parameters whose ``.data`` was assigned, which does not change their local tensors."""

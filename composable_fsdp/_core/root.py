@@ -480,8 +480,9 @@ class Root:
         for observe in self.observers.before_first_hook:
             observe(self)
         self.verify_ranks()
-        if not state.is_running:
-            self.plans.drop_stale(state)
+        if not state.is_running and self.plans.is_stale(state):
+            state.reshard()
+            state.kept = None
         is_new = not state.group.can_skip_unshard
         self.launcher.gather((state.group,), f"all-gather of {state.group.name}")
         if is_new:

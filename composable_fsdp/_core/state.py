@@ -410,6 +410,11 @@ class FSDPState:
                 observe(self.root, self)
         self.group.reshard()
 
+    def rebuild(self) -> None:
+        """Reshard, and rebuild the tensors of the group after a change that its plan depends on."""
+        self.reshard()
+        self.group.rebuild()
+
     def note_kept(self, steps: object) -> None:
         """Record that the group stays unsharded. ``steps``: the optimizer steps at its all-gather, or earlier ones."""
         is_frozen = (

@@ -44,8 +44,10 @@ def _tie_weights(states: Sequence[FSDPState]) -> None:
         and _have_same_sharding(each, final_owner)
     ]
     for (state, parameter), _ in joined:
+        state.reshard()
         state.group.give_up(parameter)
     for (state, parameter), final_owner in joined:
+        final_owner.state.reshard()
         final_owner.state.group.refresh()
         final_owner.state.group.register_at(final_owner.parameter, parameter.owners)
         if final_owner.state is not state:

@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.codecs import CommunicationPolicy, Int8
 from composable_fsdp.errors import LifecycleError, ParameterError
 from tests.helpers.run_ranks import run_ranks
+from tests.helpers.sharding import sharded as sharded_module
 from tests.helpers.sharding import values_of
 from tests.helpers.transports import TRANSPORTS, Environment
 
 
-def sharded(**settings: Any) -> tuple[Any, nn.Sequential]:
-    """Return a model of two groups, of uneven rows, and the same unsharded."""
+def sharded(mesh: DeviceMesh | None = None, **settings: Any) -> tuple[Any, nn.Sequential]:
+    """Return a model of two groups, of uneven rows, and the same unsharded. A dim "tensor" of ``mesh`` splits it."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
     reference = copy.deepcopy(model)
-    fully_shard(model[0], **settings)
-    return fully_shard(model, **settings), reference
+    if mesh is not None and "tensor" in (mesh.mesh_dim_names or ()):
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        mesh = mesh["data"]
+    fully_shard(model[0], mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings), reference
 
 
 def batch(step: int = 0) -> torch.Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
 
 
-def check(model: nn.Module, reference: nn.Module) -> None:
-    expected = {name: p.detach() for name, p in reference.named_parameters()}
+def check(model: nn.Module, reference: nn.Module, case: str = "") -> None:
+    expected = {name: p.detach() for name, p in reference.named_parameters(remove_duplicate=False)}
     for name, value in values_of(model).items():
-        torch.testing.assert_close(value, expected[name], msg=name)
+        torch.testing.assert_close(value, expected[name], msg=f"{name}: {case}")
     torch.testing.assert_close(model(batch()), reference(batch()))
 
 
@@ -52,7 +60,10 @@ def clip(model: nn.Module) -> None:
 
 
 def one_row(model: Any) -> None:
-    model[0].weight[0].zero_()  # a row of rank 0, on whose shard alone the change is seen
+    weight = model[0].weight  # a row of rank 0, on whose shard alone the change is seen
+    row = torch.arange(len(weight)).eq(0).float().outer(torch.ones(5))
+    is_split = isinstance(weight, DTensor)
+    weight.sub_(distribute_tensor(row, weight.device_mesh, weight.placements) if is_split else row)
 
 
 def swap(model: nn.Module) -> None:
@@ -60,45 +71,139 @@ def swap(model: nn.Module) -> None:
         parameter.copy_(torch.full_like(parameter, 0.25))
 
 
-WRITES: dict[str, Callable[[Any], None]] = {"average": average, "clip": clip, "one row": one_row, "swap": swap}
+def by_local_tensor(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(0.5)
 
 
-def write(replicas: int) -> None:
-    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("r", "s"))
-    for name, change in WRITES.items():
-        for next_use in ("reshard", "evaluation", "training"):
-            model, reference = sharded(mesh=mesh if replicas > 1 else mesh["s"], reshard_after_forward=False)
-            with torch.no_grad():
-                if name == "clip":
-                    for module in (model, model[0]):
-                        module.unshard()
-                else:
-                    model(batch())
-                for each in (model, reference):
-                    change(each)
-                if next_use == "evaluation":
-                    torch.testing.assert_close(model(batch(1)), reference(batch(1)))
-            if next_use == "training":
-                for each in (model, reference):
-                    each(batch(2)).square().sum().backward()
-                model.zero_grad()
-            model.reshard()
-            model[0].reshard()
-            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-            with torch.no_grad():
-                check(model, reference)
+WRITES: dict[str, Callable[[Any], None]] = {
+    "average": average,
+    "clip": clip,
+    "one row": one_row,
+    "swap": swap,
+    "local": by_local_tensor,
+}
+
+
+def evaluate(model: Any, reference: nn.Module) -> None:
+    torch.testing.assert_close(model(batch(1)), reference(batch(1)))
+
+
+@torch.enable_grad()
+def train(model: Any, reference: nn.Module) -> None:
+    for each in (model, reference):
+        each(batch(2)).square().sum().backward()
+    model.zero_grad()
+
+
+def set_hook(model: Any, reference: nn.Module) -> None:
+    for module in (model, model[0]):
+        module.set_reduce_scatter_unused_params(False)
+
+
+def reset(model: Any, reference: nn.Module) -> None:
+    model.reset_iter_state()
+
+
+NEXT_USES = [None, evaluate, train, set_hook, reset]
+KEPT = ["forward", "unshard", "unshard the inner one first", "backward"]
+SETTINGS: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
+    "plain": ((2,), ("data",), {}),
+    "hybrid": ((2, 2), ("replicas", "data"), {}),
+    "tensor parallel": ((2, 2), ("data", "tensor"), {}),
+    "offload": ((2,), ("data",), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "one rank": ((1,), ("data",), {}),
+}
+
+
+def keep_unsharded(model: Any, way: str) -> None:
+    if way.startswith("unshard"):
+        for module in (model, model[0])[:: -1 if "first" in way else 1]:
+            module.unshard()
+    elif way == "forward":
+        model(batch())
+    else:
+        model.set_reshard_after_backward(False)
+        with torch.enable_grad():
+            model(batch()).sum().backward()
+        model.zero_grad()
+
+
+@torch.no_grad()
+def write(setting: str) -> None:
+    shape, names, settings = SETTINGS[setting]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    ways = itertools.cycle(KEPT)
+    for (name, change), next_use in itertools.product(WRITES.items(), NEXT_USES):
+        way = next(ways)  # five of each of the others, so that all pairs come
+        model, reference = sharded(mesh, reshard_after_forward=False, **settings)
+        keep_unsharded(model, way)
+        for each in (model, reference):
+            change(each)
+        if next_use is not None:
+            next_use(model, reference)
+        model.reshard()
+        model[0].reshard()
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        check(model, reference, f"{name}, {way}, {next_use}")
 
 
 @pytest.mark.behaviour("C-08")
 @pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_writes_between_passes_are_kept(environment: Environment) -> None:
-    run_ranks(write, 2, 1, environment=environment)
+    run_ranks(write, 2, "plain", environment=environment)
 
 
 @pytest.mark.behaviour("C-08")
-def test_writes_between_passes_are_kept_on_one_rank_and_on_a_hybrid_mesh() -> None:
-    run_ranks(write, 1, 1)
-    run_ranks(write, 4, 2)
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "plain"])
+def test_writes_between_passes_are_kept_on_other_meshes_and_offloaded(setting: str) -> None:
+    run_ranks(write, prod(SETTINGS[setting][0]), setting)
+
+
+@torch.no_grad()
+def write_before_another_root() -> None:
+    """The root of a module that ran by itself is given up when its parent runs, which also finds tied weights."""
+    for ties in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        reference = copy.deepcopy(model)
+        for module in model:
+            fully_shard(module, reshard_after_forward=False)
+        fully_shard(model)
+        for module in model:
+            module(batch())  # with a root of its own
+        for each in (model, reference):
+            average(each)
+        if ties:
+            sharded_module(model[0]).reshard()
+            for each in (model, reference):
+                each[1].weight = each[0].weight
+        check(model, reference, f"ties: {ties}")
+        sharded_module(model).reshard()
+        check(model, reference, f"ties: {ties}")
+
+
+@pytest.mark.behaviour("C-08")
+def test_writes_before_a_module_gets_another_root_are_kept() -> None:
+    run_ranks(write_before_another_root, 2)
+
+
+def write_to_slices() -> None:
+    """A forward that leads to a backward leaves slices of parameters, and shows the sharded ones."""
+    for next_use in (evaluate, train, reset):
+        model, reference = sharded(init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+        model(batch()).sum().item()
+        assert all(isinstance(parameter, DTensor) for parameter in model[0].parameters())
+        with torch.no_grad():
+            for each in (model, reference):
+                average(each)
+            next_use(model, reference)
+            check(model, reference)
+
+
+@pytest.mark.behaviour("C-08")
+def test_writes_after_a_forward_that_keeps_slices_are_kept() -> None:
+    run_ranks(write_to_slices, 4)
 
 
 def write_through_data() -> None:
@@ -138,15 +243,28 @@ def refuse() -> None:
         with pytest.raises(ParameterError, match=r"\['2.bias'\] of 'root'.*It was dropped. Change the sharded"):
             model(batch())
 
+    for use in ("forward", "unshard"):
+        model, _ = sharded(reshard_after_forward=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch()).sum().backward()
+        with torch.no_grad():
+            model[0].unshard()
+            model[0].weight.mul_(0.5)
+        optimizer.step()
+        with pytest.raises(ParameterError, match=r"'weight' has a shard that has changed since"):
+            model(batch()) if use == "forward" else model[0].unshard()
+
     model, _ = sharded(reshard_after_forward=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(batch()).sum().backward()
+    before = values_of(model)
     with torch.no_grad():
-        model[0].unshard()
-        model[0].weight.mul_(0.5)
-    optimizer.step()
-    with pytest.raises(ParameterError, match=r"'weight' has a shard that has changed since"):
         model(batch())
+        if dist.get_rank() == 0:
+            model[0].weight.data[0] += 1
+    with pytest.raises(ParameterError, match=r"'weight'.*such as \.data") if dist.get_rank() == 0 else nullcontext():
+        model.reset_iter_state()  # the others reset too, and none waits
+    for name, value in values_of(model).items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    model(batch()).sum().backward()
 
     model, _ = sharded()
     loss = model(batch()).sum()

@@ -138,13 +138,6 @@ def _sum_of(parameter: ShardedParameter) -> list[int]:
 _UNSHARDED = ParameterState.UNSHARDED
 
 
-class UnshardedWrites(Observer):
-    """Copies what was written to unsharded parameters between passes to the shards."""
-
-    def for_root(self, root: ObservedRoot) -> Observer:
-        return _WritesOfRoot()
-
-
 class _Known:
     """The version counters of the unsharded parameters of ``registration`` when the last pass ended.
 
@@ -163,16 +156,22 @@ class _Known:
         return {k for k, (now, before) in enumerate(zip(self.versions, known, strict=True)) if now != before}
 
 
-class _WritesOfRoot(Observer):
+class UnshardedWrites(Observer):
+    """Copies what was written to unsharded parameters between passes to the shards.
+
+    One for all roots: a group that was unsharded on its own belongs to another root once its parent is used.
+    """
+
     def __init__(self) -> None:
-        self._known: dict[FSDPState, _Known] = {}
+        self._known: WeakKeyDictionary[FSDPState, _Known] = WeakKeyDictionary()
+        self._refused: list[ParameterError] = []
 
     def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
         for state in root.states.values():
             if state.kept is not None and state.group.parameter_state is _UNSHARDED:
                 known = self._known.get(state)
                 if known is not None and known.registration.unsharded_versions != known.versions:
-                    _keep_writes(root, state, known, compares_values=False)
+                    _raise(_keep_writes(root, state, known, compares_values=False))
 
     def before_end(self, root: ObservedRoot, which: Pass) -> Sequence[Work]:
         for state in root.states.values():
@@ -184,9 +183,23 @@ class _WritesOfRoot(Observer):
         self._note(state)
 
     def before_reshard(self, root: ObservedRoot, state: FSDPState) -> None:
+        _raise(self._keep(root, state))
+
+    def reset(self, root: ObservedRoot) -> bool:
+        if root.current_pass is Pass.IDLE:  # what was written in a pass that failed is dropped
+            errors = (self._keep(root, state) for state in root.states.values())
+            self._refused = [error for error in errors if error is not None]
+        return False
+
+    def after_reset(self, root: ObservedRoot) -> None:
+        refused, self._refused = self._refused, []
+        _raise(*refused)
+
+    def _keep(self, root: ObservedRoot, state: FSDPState) -> ParameterError | None:
         known = self._known.get(state)
-        if known is not None and state.kept is not None and state.group.parameter_state is _UNSHARDED:
-            _keep_writes(root, state, known, compares_values=True)
+        if known is None or state.kept is None or state.group.parameter_state is not _UNSHARDED:
+            return None
+        return _keep_writes(root, state, known, compares_values=True)
 
     def _note(self, state: FSDPState) -> None:
         registration, known = state.group.registration, self._known.get(state)
@@ -196,16 +209,23 @@ class _WritesOfRoot(Observer):
             known.by_modules |= known.changed()
 
 
+def _raise(*errors: ParameterError | None) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
-def _keep_writes(root: ObservedRoot, state: FSDPState, known: _Known, *, compares_values: bool) -> None:
+def _keep_writes(
+    root: ObservedRoot, state: FSDPState, known: _Known, *, compares_values: bool
+) -> ParameterError | None:
     """Copy what was written to unsharded parameters of ``state`` since the last pass to this rank's shards.
+
+    A change that cannot be kept is dropped; the error that is returned then names the parameter and the reason.
 
     Args:
         compares_values: also look for changes that torch has not counted.
-
-    Raises:
-        ParameterError: a change cannot be kept. It is dropped, and the error names the parameter and the reason.
     """
     group = state.group
     written = {group.parameters[k] for k in known.changed()}
@@ -222,13 +242,14 @@ def _keep_writes(root: ObservedRoot, state: FSDPState, known: _Known, *, compare
         group.reshard()
         state.kept = None
         reasons = "; ".join(f"{name!r} {reason}" for name, reason in refused.items())
-        raise ParameterError(
+        return ParameterError(
             f"parameters {[*refused]} of {state.name!r} were changed while they were unsharded, and the change cannot "
             f"be kept: {reasons}. It was dropped. Change the sharded parameters, after module.reshard(), or write "
             "under unsharded_params(writeback=True)."
         )
     if state.kept is not None and not shards_changed:
         state.note_kept(state.kept.steps)  # the shards have changed, but the full parameters too
+    return None
 
 
 def _keep(bucket: AnyBucket, k: int, parameter: ShardedParameter, *, is_counted: bool, shards_changed: bool) -> str:
@@ -244,7 +265,7 @@ def _keep(bucket: AnyBucket, k: int, parameter: ShardedParameter, *, is_counted:
     if shards_changed:
         return "has a shard that has changed since, for example by an optimizer's step"
     if not is_counted:
-        return "or its shard was written through .data, which torch does not count: either may be newer"
+        return "or its shard was written in a way that torch does not count, such as .data: either may be newer"
     if rows.dtype != local.dtype:
         return f"is unsharded in {rows.dtype}, and its shard is in {local.dtype}"
     local.copy_(rows)
