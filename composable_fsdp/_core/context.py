@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 LEFT_CONTEXTS: list[Callable[[], AbstractContextManager[None]]] = []
-"""Leave contexts of other packages. While a root is in one, an observer of ``before_hook`` must be attached to it."""
+"""Leave contexts of other packages, each of which has a mode of torch: hooks leave nothing if there is no mode."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Shard
 
-from composable_fsdp._core.events import Hook
 from composable_fsdp._core.full_mesh import FullMesh
 from composable_fsdp._core.mesh import PlainForm
 from composable_fsdp._core.seams import ObservedRoot, Observer
@@ -32,7 +31,7 @@ _ATTRIBUTES = ("_local_type", "_partition_spec")
 
 
 class SpmdTypes(Observer):
-    """Lets hooks leave checks of types, and gives unsharded parameters their types, once the package is imported."""
+    """Gives unsharded parameters their types, once the package is imported."""
 
     def before_first_hook(self, root: ObservedRoot) -> None:
         if "spmd_types" in sys.modules:
@@ -40,9 +39,6 @@ class SpmdTypes(Observer):
 
 
 class _Imported(Observer):
-    def before_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
-        """Do nothing: the root leaves the caller's context if anything observes its hooks."""
-
     def enter_call(self, root: ObservedRoot, call: ForwardCall) -> None:
         for parameter in call.state.group.parameters:
             inner = parameter.sharding.inner
@@ -61,7 +57,10 @@ def _restore(types: Mapping[Any, Any], partition_spec: Any, unsharded: torch.Ten
 
 
 def without_type_checks() -> AbstractContextManager[None]:
-    """Return a context without checks of types, for code of this library inside of a forward."""
+    """Return a context without checks of types, for code of this library inside of a forward.
+
+    The package checks in a ``TorchFunctionMode``, so hooks notice that there is a context to leave.
+    """
     spmd: Any = sys.modules.get("spmd_types")
     return nullcontext() if spmd is None else spmd.no_typecheck()
 
