@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp as peer
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 from composable_fsdp import (
     CommunicationPolicy,
@@ -37,6 +38,8 @@ from tests.helpers.training import (
 from tests.helpers.transports import SOCKETS
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+IS_2_15 = TorchVersion(torch.__version__) >= "2.15"
+"""True if FSDP2 reduces in the dtype of the sharded gradient by default, and not in that of the computation."""
 
 POLICIES: tuple[dict[str, Any], ...] = (
     {"param_dtype": BF16, "reduce_dtype": FP32},
@@ -130,7 +133,8 @@ def reduce_explicitly(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[st
     """Compute each rank's gradients separately. Return them cast, summed in rank order and divided."""
     world_size = dist.get_world_size()
     totals: dict[str, torch.Tensor] = {}
-    computing, reducing = policy.param_dtype or FP32, policy.reduce_dtype or policy.param_dtype or FP32
+    computing = policy.param_dtype or FP32
+    reducing = policy.reduce_dtype or (FP32 if IS_2_15 else computing)
     # fp16 is divided in two parts: before the sum, so that it does not overflow, and after it.
     before = 2 if reducing == FP16 else 1
     for rank in range(world_size):
@@ -184,7 +188,11 @@ def test_dtypes_are_as_asked_for_and_the_reduction_is_exact(world_size: int) -> 
 
 
 def compare_with_peer(reshard_after_forward: bool | None) -> None:
-    """Compare five steps under each policy with torch's FSDP2, bitwise."""
+    """Compare five steps under each policy with torch's FSDP2, bitwise.
+
+    Left out are the two gradients of a tied weight where FSDP2 from torch 2.15 on rounds each of them before the sum,
+    and ours the sum (``three_uses_of_a_weight`` in the comparison).
+    """
     rank = dist.get_rank()
     policies: tuple[dict[str, Any], ...] = (POLICIES[0], POLICIES[1], POLICIES[4])
     for options in policies:
@@ -205,8 +213,9 @@ def compare_with_peer(reshard_after_forward: bool | None) -> None:
                     (fully_shard, peer.MixedPrecisionPolicy(**options)),
                 )
             ]
-            assert_equal_runs(runs[0], runs[1], what=f"{task}, {options}", exact=True)
-            assert_equal_runs(runs[2], runs[1], what=f"{task}, {options}, torch's policy", exact=True)
+            if not (IS_2_15 and task == "tied" and options == {"reduce_dtype": BF16}):
+                assert_equal_runs(runs[0], runs[1], what=f"{task}, {options}", exact=True)
+            assert_equal_runs(runs[2], runs[0], what=f"{task}, {options}, torch's policy", exact=True)
 
 
 @pytest.mark.behaviour("D-01")

@@ -270,6 +270,7 @@ def deep_copy(library: Library, mesh: DeviceMesh) -> str:
     here="found by the second `fully_shard`; `policy=`, `tie_groups` or `shared_from=` lets groups share it",
     our_reports=r"^found in fully_shard",
     reason="The error comes where the mistake is.",
+    since="2.13",
 )
 def one_parameter_in_two_groups(library: Library, mesh: DeviceMesh) -> str:
     model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
@@ -460,6 +461,7 @@ class Unpacking(nn.Module):
     torch_reports=r"^TypeError: the weight is a Parameter",
     here="in forward an instance of its class, with its attributes",
     reason="Quantized layers ask for the class and read the scales from it.",
+    since="2.13",
 )
 def class_of_a_parameter(library: Library, mesh: DeviceMesh) -> str:
     model = library.fully_shard(seeded(Unpacking), mesh=mesh)

@@ -41,6 +41,7 @@ class Row:
         ranks: the number of ranks.
         needs: a package that the program imports and the test suite does not require.
         mended_in: the version of torch from which on its outcome is ours; ``None`` if none is known.
+        since: the oldest version of torch on which the program has this outcome, of those that were tried.
     """
 
     section: str
@@ -54,6 +55,7 @@ class Row:
     ranks: int
     needs: str | None
     mended_in: TorchVersion | None
+    since: TorchVersion
 
     @property
     def name(self) -> str:
@@ -78,11 +80,23 @@ def row(
     ranks: int = 2,
     needs: str | None = None,
     mended_in: str = "",
+    since: str = "2.11",
 ) -> Callable[[Program], Row]:
     """Make a row of the decorated program."""
     mended = TorchVersion(mended_in) if mended_in else None
     return lambda program: Row(
-        section, title, program, torch, torch_reports, here, our_reports, reason, ranks, needs, mended
+        section,
+        title,
+        program,
+        torch,
+        torch_reports,
+        here,
+        our_reports,
+        reason,
+        ranks,
+        needs,
+        mended,
+        TorchVersion(since),
     )
 
 
