@@ -55,7 +55,7 @@ class Timeline:
     def of(action: Callable[[], object]) -> Timeline:
         """Record all allocations of ``action``, which labels ranges with ``record_function``."""
         gc.collect()  # memory of earlier actions must not be freed during this one
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             action()
         events = profiler.profiler.kineto_results.events()
         return Timeline(

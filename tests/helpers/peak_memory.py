@@ -30,7 +30,10 @@ def peak_above_idle(model: nn.Module, x: Tensor) -> int:
 def peak_of(action: Callable[[], object]) -> int:
     """Return the peak bytes that torch allocates during ``action``, minus the bytes allocated before it."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("action"):
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+        record_function("action"),
+    ):
         action()
     events = profiler.profiler.kineto_results.events()
     sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]

@@ -190,7 +190,13 @@ def compare_with_unsharded(schedule: str, schedule_options: dict[str, Any]) -> N
         assert_close(full_parameters(stages), [p.detach() for p in expected], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, *V_SHAPED])
+sends_to_itself = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13",
+    reason="stages of one rank send to each other, which gloo of torch 2.11 cannot, with unsharded stages either",
+)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *(pytest.param(each, marks=sends_to_itself) for each in V_SHAPED)])
 def test_a_pipeline_of_sharded_stages_trains_as_the_unsharded_model(schedule: str) -> None:
     run_ranks(compare_with_unsharded, 4, schedule, {})
 

@@ -14,7 +14,11 @@ from composable_fsdp.trace import Operation, TraceEvent, listeners
 from tests._internals import _compiled as fused
 from tests.helpers.stream_training import alone
 
+# torch 2.11 leaves the copy into 8-bit floats uncompiled.
+UNCOMPILED = pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin `<unknown module>.Tensor")
 
+
+@UNCOMPILED
 @pytest.mark.behaviour("E-08")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler warns about its own code
 @pytest.mark.parametrize("numel", [77, 9], ids=["blocks", "less than a block"])
@@ -51,6 +55,7 @@ def test_codecs_on_cpu_and_rotations_run_uncompiled(monkeypatch: pytest.MonkeyPa
     Int8(rotate=True).encode(torch.randn(1, 10))
 
 
+@UNCOMPILED
 @pytest.mark.behaviour("E-08")
 def test_codecs_are_compiled_in_the_first_forward_before_any_collective(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -78,9 +83,11 @@ def test_codecs_are_compiled_in_the_first_forward_before_any_collective(
         for module in (model[0], model[2], model):
             fully_shard(module, mesh=mesh, comm_policy=policy)
         listeners.append(note)
-        for _ in range(3):
-            model(torch.randn(2, 40)).sum().backward()
-        listeners.remove(note)
+        try:
+            for _ in range(3):
+                model(torch.randn(2, 40)).sum().backward()
+        finally:
+            listeners.remove(note)
     assert graphs[0] > 4, "encode and decode of each codec"
     assert graphs[-1] == graphs[0], "nothing is compiled in hooks"
     assert "root: compiling Int8(block=16" in caplog.text
