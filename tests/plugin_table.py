@@ -25,304 +25,153 @@ PROJECT = Path(__file__).parents[1]
 LISTED = Path("composable_fsdp/plugins/__init__.py")
 
 
-def _in(file: str, *names: str) -> tuple[str, ...]:
-    """Return the beginnings ``names`` of tests of ``file`` as pytest names them."""
-    return tuple(f"{file}::{name}" for name in names)
+def _tests(names: str) -> tuple[str, ...]:
+    """Return tests as pytest names them, of words such as ``unit/layering`` or ``unit/layering::begins_so|or_so``."""
+    found = []
+    for word in names.split():
+        file, _, beginnings = word.partition("::")
+        folder, _, topic = file.partition("/")
+        path = f"tests/{folder}/test_{topic}.py" if topic else f"tests/{folder}"
+        found += [f"{path}::test_{beginning}" for beginning in beginnings.split("|")] if beginnings else [path]
+    return tuple(found)
 
 
-_OF_GLOBAL_HOOKS = "tests/unit/test_global_effects.py::test_global_hooks_live_as_long_as_sharded_models"
-_OF_SHARED_MEMORY = (
-    "tests/ranks/test_shared_memory_transport.py",
-    *("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
-)
-
-_OF_CODECS = ("tests/ranks/test_gradient_codecs.py", "tests/ranks/test_codec_combinations.py")
-
-_WITH_CODECS = (
-    *(
-        "tests/gpu",
-        "tests/ranks/test_callers_context.py::test_settings_of_the",
-        *_in("tests/ranks/test_checkpoint_store.py", "test_a_save_on", "test_training_resumes_bitwise"),
-    ),
-    *(
-        "tests/ranks/test_extensions.py",
-        *_in(
-            "tests/ranks/test_mixed_precision.py",
-            "test_a_subclass_of",
-            "test_parameters_with_policies",
-            "test_ranks_with_other",
-        ),
-    ),
-    *("tests/ranks/test_shared_unsharded_buffer.py", "tests/ranks/test_tensor_parallel.py"),
-    *(
-        "tests/ranks/test_freed_models.py",
-        "tests/ranks/test_streams.py",
-    ),
-    *(
-        "tests/ranks/test_checkpoint_earlier_versions.py::test_checkpoints_of_earlier_versions_are_read",
-        "tests/ranks/test_recovery.py",
-    ),
-    *(
-        "tests/ranks/test_dp_mesh_dims.py",
-        "tests/ranks/test_quantized_example.py::test_the_example_trains",
-        "tests/ranks/test_nonfinite.py::test_parameters_and_ranks",
-    ),
-    *(
-        *_in("tests/parity/test_fuzz.py", "test_programs_that_failed", "test_programs_train_like"),
-        *_in(
-            "tests/parity/test_races.py",
-            "test_backwards_that_leave",
-            "test_drawn_programs_have",
-            "test_training_has_no",
-        ),
-        "tests/parity/test_nccl_training.py::test_drawn_programs_break",
-    ),
-    *(
-        "tests/parity/test_comparison.py::test_this_library_behaves",
-        "tests/unit/test_dropped_models.py::test_a_dropped_model",
-    ),
-    *(
-        "tests/unit/test_codec_fused.py::test_codecs_are_compiled",
-        *_in("tests/unit/test_captured_passes.py", "test_the_first_forward", "test_what_cannot_be"),
-    ),
-    *(
-        "tests/unit/test_docs.py::test_documented_extensions_train_on_two_ranks",
-        "tests/unit/test_docs.py::test_docs_examples_pass[docs/extensions.md]",
-    ),
+_WITH_CODECS = _tests(
+    """
+    gpu ranks/callers_context::settings_of_the ranks/checkpoint_store::a_save_on|training_resumes_bitwise
+    ranks/extensions ranks/mixed_precision::a_subclass_of|parameters_in_their_original|ranks_whose_functions
+    ranks/shared_unsharded_buffer ranks/tensor_parallel ranks/freed_models ranks/streams ranks/recovery
+    ranks/dp_mesh_dims ranks/quantized_example::the_example_trains ranks/nonfinite::parameters_and_ranks
+    parity/fuzz::programs_that_failed|programs_train_like
+    parity/races::backwards_that_leave|drawn_programs_have|training_has_no
+    parity/nccl_training::drawn_programs_break parity/comparison::this_library_behaves
+    unit/dropped_models::a_dropped_model unit/codec_fused::codecs_are_compiled
+    unit/captured_passes::the_first_forward|what_cannot_be
+    unit/docs::documented_extensions_train_on_two_ranks|docs_examples_pass[docs/extensions.md]
+    """
 )
 """Tests with a ``comm_policy``, which is refused without the plugin."""
 
-_OF_ERRORS_INSTEAD_OF_HANGS = (
-    *(
-        "tests/ranks/test_faults.py",
-        "tests/ranks/test_device_faults.py",
-    ),
-    *("tests/ranks/test_soak.py", "tests/ranks/test_root_cause.py", "tests/ranks/test_recovery.py"),
-    *(
-        "tests/ranks/test_schedule.py::test_a_forward_that_failed",
-        "tests/ranks/test_evaluation.py",
-        "tests/ranks/test_end_of_program.py",
-    ),
-    "tests/ranks/test_launch.py::test_two_hosts",
-    *(
-        "tests/ranks/test_fused_groups.py::test_ranks_may_use",
-        *_in("tests/ranks/test_checkpoint_store.py", "test_a_save_on", "test_training_resumes_bitwise"),
-    ),
-    *(
-        "tests/parity/test_comparison.py::test_this_library_behaves",
-        "tests/parity/test_error_types.py::test_errors_are_of",
-        "tests/ranks/test_elastic_example.py",
-    ),
+_OF_ERRORS_INSTEAD_OF_HANGS = _tests(
+    """
+    ranks/faults ranks/device_faults ranks/soak ranks/root_cause
+    ranks/recovery ranks/schedule::a_forward_that_failed ranks/evaluation ranks/end_of_program
+    ranks/launch::two_hosts ranks/fused_groups::ranks_may_use
+    ranks/checkpoint_store::a_save_on|training_resumes_bitwise parity/comparison::this_library_behaves
+    parity/error_types::errors_are_of ranks/elastic_example
+    """
 )
 """Tests of ranks that fail, or do other things than others, which the other ranks notice."""
 
-_OF_TRACED_COLLECTIVES = (
-    *(
-        "tests/ranks/test_fused_groups.py",
-        "tests/ranks/test_large_groups.py",
-        *_in("tests/ranks/test_memory.py", "test_reading_a_kept", "test_the_ledger_of"),
-    ),
-    *(
-        "tests/ranks/test_repeated_gathers.py::test_backward_gathers_from",
-        "tests/ranks/test_timeline_of_steps.py",
-        "tests/ranks/test_prefetch_in_backward.py::test_ranks_with_different",
-    ),
-    *(
-        "tests/ranks/test_nonfinite.py::test_parameters_and_ranks",
-        "tests/ranks/test_streams.py",
-        *_in(
-            "tests/ranks/test_mixed_precision.py",
-            "test_a_subclass_of",
-            "test_parameters_with_policies",
-            "test_ranks_with_other",
-        ),
-    ),
-    *(
-        "tests/ranks/test_unused_modules.py",
-        "tests/ranks/test_quantized_example.py::test_the_example_trains",
-    ),
-    *(
-        "tests/parity/test_comparison.py::test_this_library_behaves",
-        "tests/parity/test_profiler_labels.py",
-    ),
-    "tests/unit/test_timeline.py::test_an_environment_variable",
-    *("tests/ranks/test_gradient_hooks.py::test_wide", "tests/ranks/test_unused_parameters.py::test_flags"),
+_OF_TRACED_COLLECTIVES = _tests(
+    """
+    ranks/fused_groups ranks/large_groups ranks/memory::reading_a_kept|the_ledger_of ranks/timeline_of_steps
+    ranks/prefetch_in_backward::ranks_with_different ranks/nonfinite::parameters_and_ranks ranks/streams
+    ranks/mixed_precision::a_subclass_of|parameters_in_their_original|ranks_whose_functions ranks/unused_modules
+    ranks/quantized_example::the_example_trains
+    parity/comparison::this_library_behaves parity/profiler_labels unit/timeline::an_environment_variable
+    ranks/gradient_hooks::wide ranks/unused_parameters::flags
+    """
 )
 """Tests that count collectives or their bytes in the trace."""
 
-_OF_TORCHS_CLIENTS = (
-    *("tests/unit/test_interop_state.py", "tests/parity/test_pipelining.py", "tests/parity/test_mem_tracker.py"),
-    *(
-        "tests/ranks/test_pending_gradients.py::test_gradients_are_pending",
-        "tests/parity/test_comparison.py::test_this_library_behaves",
-    ),
-    *("tests/unit/test_plan.py::test_the_peak_is_what_torchs", "tests/unit/test_plan.py::test_torchs_tracker"),
-)
-
-_OF_VIEWS = (
-    "tests/unit/test_fully_shard_errors.py::test_a_tensor_that_only_brings_a_view",
-    "tests/unit/test_single_rank.py::test_a_view_can_be_declined",
-    "tests/unit/test_single_rank.py::test_frozen_tensors_choose_their_view",
-    "tests/unit/test_docs.py::test_documented_extensions_train_on_two_ranks",
-    "tests/unit/test_docs.py::test_docs_examples_pass[docs/extensions.md]",
-)
-
 OWN: Mapping[str, Sequence[str]] = {
-    "in_shared_memory": ("tests/contract/test_communicator.py::test_shared_memory", *_OF_SHARED_MEMORY),
-    "SharedParameters": ("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
-    "Epochs": ("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
-    "over_gloo": (
-        *("tests/ranks/test_gloo_reductions.py", "tests/ranks/test_large_groups.py"),
-        *("tests/ranks/test_unused_parameters.py::test_flags", "tests/ranks/test_gradient_hooks.py::test_wide"),
-        *(
-            *_in(
-                "tests/ranks/test_mixed_precision.py",
-                "test_a_subclass_of",
-                "test_parameters_with_policies",
-                "test_ranks_with_other",
-            ),
-        ),
+    "in_shared_memory": _tests(
+        """
+        contract/communicator::shared_memory ranks/shared_memory_transport ranks/shared_shards
+        ranks/shared_unsharded_buffer
+        """
     ),
-    "Extensions": (
-        *(
-            "tests/ranks/test_extensions.py",
-            "tests/ranks/test_extension_results.py",
-            *_in(
-                "tests/parity/test_torchao.py",
-                "test_checkpoints_of_nf4",
-                "test_float8_with_torchaos",
-                "test_torchao_parameters_are",
-                "test_torchao_safetensors_have",
-                "test_torchao_trains_bitwise",
-                "test_torchao_trains_on",
-                "test_torchao_trains_with",
-                "test_torchaos_8_bit",
-            ),
-        ),
-        *(
-            *_in(
-                "tests/ranks/test_checkpoint_classes.py",
-                "test_an_inner_tensor",
-                "test_inner_tensors_are",
-                "test_inner_tensors_that",
-                "test_unsupported_operations_of",
-            ),
-            "tests/unit/test_interop_state.py",
-            *_OF_VIEWS,
-        ),
+    "SharedParameters": _tests("ranks/shared_shards ranks/shared_unsharded_buffer"),
+    "Epochs": _tests("ranks/shared_shards ranks/shared_unsharded_buffer"),
+    "over_gloo": _tests(
+        """
+        ranks/gloo_reductions ranks/large_groups ranks/unused_parameters::flags ranks/gradient_hooks::wide
+        ranks/mixed_precision::a_subclass_of|parameters_in_their_original|ranks_whose_functions
+        """
     ),
-    "EncodedParameters": (
-        *("tests/ranks/test_parameter_codecs.py", "tests/ranks/test_codec_combinations.py"),
-        *("tests/unit/test_codec_fused.py::test_codecs_are_compiled", *_WITH_CODECS),
+    "Extensions": _tests(
+        """
+        ranks/extensions ranks/extension_results
+        parity/torchao::checkpoints_of_nf4|float8_with_torchaos|torchao_parameters_are|torchao_safetensors_have
+        parity/torchao::torchao_trains_bitwise|torchao_trains_on|torchao_trains_with|torchaos_8_bit
+        ranks/checkpoint_classes::an_inner_tensor|inner_tensors_are|unsupported_operations_of unit/interop_state
+        unit/fully_shard_errors::a_tensor_that_only_brings_a_view
+        unit/single_rank::a_view_can_be_declined|frozen_tensors_choose_their_view
+        unit/docs::documented_extensions_train_on_two_ranks|docs_examples_pass[docs/extensions.md]
+        """
     ),
+    "EncodedParameters": (*_tests("ranks/parameter_codecs ranks/codec_combinations"), *_WITH_CODECS),
     "watched": (
-        *("tests/ranks/test_watchdog_faults.py", "tests/ranks/test_wait_warning.py", *_OF_ERRORS_INSTEAD_OF_HANGS),
-        *("tests/unit/test_testing_ranks.py::test_every_end", "tests/ranks/test_forward_order.py"),
+        *_tests("ranks/watchdog_faults ranks/wait_warning unit/testing_ranks::every_end ranks/forward_order"),
+        *_OF_ERRORS_INSTEAD_OF_HANGS,
     ),
     "Visible": _OF_TRACED_COLLECTIVES,
-    "TorchViews": _OF_TORCHS_CLIENTS,
-    "OrderCheckLevel": (
-        "tests/unit/test_root_settings.py::test_the_first_forward",
-        "tests/ranks/test_device_faults.py",
+    "TorchViews": _tests(
+        """
+        unit/interop_state parity/pipelining parity/mem_tracker ranks/pending_gradients::gradients_are_pending
+        parity/comparison::this_library_behaves unit/plan::the_peak_is_what_torchs|torchs_tracker
+        """
     ),
-    "DynamoDisabled": ("tests/ranks/test_compiled.py",),
-    "ManagedModules": ("tests/ranks/test_compiled.py",),
-    "FullParameters": (
-        *_in(
-            "tests/unit/test_usage_errors.py",
-            "test_operations_that_run_modules_inside",
-            "test_the_first_forward_of_a_root_is_refused",
-        ),
+    "OrderCheckLevel": _tests("unit/root_settings::the_first_forward ranks/device_faults"),
+    "DynamoDisabled": _tests("ranks/compiled"),
+    "ManagedModules": _tests("ranks/compiled"),
+    "FullParameters": _tests(
+        "unit/usage_errors::operations_that_run_modules_inside|the_first_forward_of_a_root_is_refused"
     ),
-    "LateTies": ("tests/unit/test_dropped_models.py::test_a_dropped_model", "tests/ranks/test_shared_parameters.py"),
-    "Recovery": (
-        "tests/ranks/test_recovery.py",
-        "tests/ranks/test_schedule.py::test_a_forward_that_failed",
-        "tests/ranks/test_soak.py",
-    ),
-    "PlainParameters": ("tests/ranks/test_module_kinds.py::test_parameters_added_after",),
+    "LateTies": _tests("unit/dropped_models::a_dropped_model ranks/shared_parameters"),
+    "Recovery": _tests("ranks/recovery ranks/schedule::a_forward_that_failed ranks/soak"),
+    "PlainParameters": _tests("ranks/module_kinds::parameters_added_after"),
     "ReportedPasses": _OF_ERRORS_INSTEAD_OF_HANGS,
     "TracedPasses": _OF_TRACED_COLLECTIVES,
-    "ForwardOrder": ("tests/ranks/test_forward_order.py",),
-    "VersionCheck": (
-        *(
-            *_in(
-                "tests/unit/test_usage_errors.py", "test_an_in_place_change_between", "test_an_optimizer_step_between"
-            ),
-            "tests/ranks/test_deepcopy.py::test_a_copy_keeps",
-            _OF_GLOBAL_HOOKS,
-        ),
-        "tests/ranks/test_memory.py::test_reading_a_kept_reference",
+    "ForwardOrder": _tests("ranks/forward_order"),
+    "VersionCheck": _tests(
+        """
+        unit/usage_errors::an_in_place_change_between|an_optimizer_step_between ranks/deepcopy::a_copy_keeps
+        unit/global_effects::global_hooks_live_as_long_as_sharded_models ranks/memory::reading_a_kept_reference
+        """
     ),
-    "OptimizerChecks": (
-        *(
-            *_in(
-                "tests/unit/test_usage_errors.py",
-                "test_a_step_after_backwards",
-                "test_an_optimizer_made_before",
-                "test_one_warning_tells_of_an_optimizer",
-                "test_parameters_that_an_optimizer_gets",
-                "test_an_optimizer_step_between",
-            ),
-            "tests/unit/test_elementwise_optimizers.py::test_an_optimizer_made",
-            _OF_GLOBAL_HOOKS,
-        ),
-        *("tests/ranks/test_threads.py", "tests/ranks/test_gradient_hooks.py::test_an_optimizer_built_before"),
-        "tests/unit/test_global_effects.py::test_a_sharded_module_on_one_rank",
+    "OptimizerChecks": _tests(
+        """
+        unit/usage_errors::a_step_after_backwards|an_optimizer_made_before|one_warning_tells_of_an_optimizer|parameters_that_an_optimizer_gets|an_optimizer_step_between
+        unit/elementwise_optimizers::an_optimizer_made
+        unit/global_effects::global_hooks_live_as_long_as_sharded_models|a_sharded_module_on_one_rank
+        ranks/threads ranks/gradient_hooks::an_optimizer_built_before
+        """
     ),
-    "ModelCheck": (
-        *("tests/ranks/test_different_models.py", "tests/ranks/test_starting_values.py"),
-        *(
-            "tests/ranks/test_initial_values.py::test_initialisation_names",
-            *_in(
-                "tests/ranks/test_mixed_precision.py",
-                "test_a_subclass_of",
-                "test_parameters_with_policies",
-                "test_ranks_with_other",
-            ),
-        ),
-        *("tests/unit/test_root_settings.py::test_the_first_forward", "tests/ranks/test_unused_modules.py"),
+    "ModelCheck": _tests(
+        """
+        ranks/different_models ranks/starting_values ranks/initial_values::initialisation_names
+        ranks/mixed_precision::a_subclass_of|parameters_in_their_original|ranks_whose_functions
+        unit/root_settings::the_first_forward ranks/unused_modules
+        """
     ),
-    "CapturedPasses": (*_in("tests/unit/test_captured_passes.py", "test_the_first_forward", "test_what_cannot_be"),),
-    "CompiledCodecs": ("tests/unit/test_codec_fused.py::test_codecs_are_compiled",),
-    "SpmdTypes": ("tests/ranks/test_spmd_types.py",),
-    "read_types": ("tests/ranks/test_spmd_types.py",),
-    "without_type_checks": ("tests/ranks/test_spmd_types.py",),
-    "explained_methods": (
-        *(
-            *_in("tests/unit/test_usage_errors.py", "test_a_method_that_bypasses", "test_wrapped_methods_keep"),
-            "tests/ranks/test_direct_calls.py",
-        ),
-        "tests/ranks/test_memory.py::test_reading_a_kept_reference",
+    "CapturedPasses": _tests("unit/captured_passes::the_first_forward|what_cannot_be"),
+    "CompiledCodecs": _tests("unit/codec_fused::codecs_are_compiled"),
+    "SpmdTypes": _tests("ranks/spmd_types"),
+    "read_types": _tests("ranks/spmd_types"),
+    "without_type_checks": _tests("ranks/spmd_types"),
+    "explained_methods": _tests(
+        """
+        unit/usage_errors::a_method_that_bypasses|wrapped_methods_keep ranks/direct_calls
+        ranks/memory::reading_a_kept_reference
+        """
     ),
-    "ExplainedErrors": (
-        *(
-            *_in("tests/unit/test_usage_errors.py", "test_an_error_in_the_forward", "test_an_uncaught_error"),
-            "tests/ranks/test_functional_call.py",
-        ),
-        *(
-            "tests/unit/test_global_effects.py",
-            "tests/ranks/test_module_inputs_outputs.py::test_an_output_in_an_object",
-        ),
-        "tests/ranks/test_memory.py::test_reading_a_kept_reference",
+    "ExplainedErrors": _tests(
+        """
+        unit/usage_errors::an_error_in_the_forward|an_uncaught_error ranks/functional_call unit/global_effects
+        ranks/module_inputs_outputs::an_output_in_an_object ranks/memory::reading_a_kept_reference
+        """
     ),
-    "RequestedGradients": (
-        "tests/ranks/test_requested_gradients.py",
-        "tests/unit/test_global_effects.py",
-        "tests/parity/test_comparison.py::test_this_library_behaves",
+    "RequestedGradients": _tests(
+        "ranks/requested_gradients unit/global_effects parity/comparison::this_library_behaves"
     ),
-    "UnshardedWrites": (
-        "tests/ranks/test_unsharded_writes.py",
-        "tests/parity/test_comparison.py::test_this_library_behaves",
-    ),
-    "ProfilerLabels": ("tests/parity/test_profiler_labels.py",),
-    "EncodedGradients": (*_OF_CODECS, *_WITH_CODECS),
-    "Residuals": (*_OF_CODECS, *_WITH_CODECS),
-    "SkippedModules": ("tests/ranks/test_unused_modules.py",),
-    "FunctionalCalls": (
-        "tests/ranks/test_functional_call.py",
-        "tests/unit/test_seams_together.py::test_functional_call_does_not",
-    ),
+    "UnshardedWrites": _tests("ranks/unsharded_writes parity/comparison::this_library_behaves"),
+    "ProfilerLabels": _tests("parity/profiler_labels"),
+    "EncodedGradients": (*_tests("ranks/gradient_codecs ranks/codec_combinations"), *_WITH_CODECS),
+    "Residuals": (*_tests("ranks/gradient_codecs ranks/codec_combinations"), *_WITH_CODECS),
+    "SkippedModules": _tests("ranks/unused_modules"),
+    "FunctionalCalls": _tests("ranks/functional_call unit/seams_together::functional_call_does_not"),
 }
 """The tests of each plugin: prefixes of the names of tests, as pytest's ``--deselect`` takes them."""
 

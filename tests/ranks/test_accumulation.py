@@ -16,11 +16,10 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sy
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import Accumulation, find_state
 from tests.helpers.counted_collectives import counted_collectives
-from tests.helpers.models import TASKS, Routed, seeded, shard_layers
+from tests.helpers.models import TASKS, Routed, shard_layers
 from tests.helpers.peak_memory import FULL, LiveStorages
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import Play, assert_equal_runs, check_parity, local_shard, train
-from tests.helpers.two_headed_model import EVERY, Heads, inputs_of, one_forward_one_backward
 
 ROUTES = ((0, 1), (1, 2, 3), (3, 1))
 """The layers that each microbatch uses: some are in the first only, some in the second, some in all."""
@@ -289,101 +288,3 @@ def freeze_between_microbatches(sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_freezing_between_microbatches_keeps_accumulated_gradients(sharded: bool) -> None:
     run_ranks(freeze_between_microbatches, 2, sharded)
-
-
-def accumulating_in_microbatches(setting: str, microbatches: int = 3) -> Play:
-    """Return a play of several microbatches; the last one does not use all layers of the first."""
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        losses = []
-        for i in range(microbatches):
-            is_last = i == microbatches - 1
-            if isinstance(model, FSDPModule):
-                set_up_microbatch(model, setting, is_last)
-            with Recorder() as recorder:
-                out = model(inputs_of(step, rank, i), extra=i == 0)
-                loss = (out["left"].square().mean() + out["right"].square().mean()) / microbatches
-                loss.backward()
-            losses.append(loss.detach())
-            if isinstance(model, FSDPModule):
-                reduced = {e.group for e in recorder if e.operation is Operation.REDUCE}
-                check_reduced(setting, reduced, is_last, is_first=i == 0)
-        return torch.stack(losses)
-
-    return play
-
-
-def set_up_microbatch(model: FSDPModule, setting: str, is_last: bool) -> None:
-    if setting == "without communication":
-        model.set_requires_gradient_sync(is_last)
-    elif setting == "without communication, kept unsharded":
-        model.set_requires_gradient_sync(is_last)
-        model.set_reshard_after_backward(is_last)
-        model.set_is_last_backward(is_last)
-    elif setting == "without communication of the root":
-        model.set_requires_gradient_sync(is_last, recurse=False)
-    elif setting == "not the last backward":
-        model.set_is_last_backward(is_last)
-
-
-def check_reduced(setting: str, reduced: set[str], is_last: bool, *, is_first: bool) -> None:
-    used = EVERY if is_first else EVERY - {"layers.extra"}
-    if is_last or setting in ("with communication", "not the last backward"):
-        # A gradient of the first microbatch, for a layer that the last one does not use, is also reduced at the end.
-        held = {"layers.extra"} if setting.startswith("without communication") and "root" not in setting else set()
-        assert reduced == used | held, setting
-    elif setting == "without communication of the root":
-        assert reduced == used - {"root"}
-    else:
-        assert reduced == set(), setting
-
-
-MICROBATCH_SETTINGS = (
-    "with communication",
-    "not the last backward",
-    "without communication",
-    "without communication, kept unsharded",
-    "without communication of the root",
-)
-
-
-def accumulate_gradients(reshard_after_forward: bool | int | None) -> None:
-    for setting in MICROBATCH_SETTINGS:
-        check_parity(
-            seeded(Heads),
-            accumulating_in_microbatches(setting),
-            what=setting,
-            steps=5,
-            fuses=False,
-            reshard_after_forward=reshard_after_forward,
-        )
-
-
-@pytest.mark.behaviour("C-07")
-@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (2, None), (4, 2)])
-def test_accumulated_gradients_are_those_of_the_large_batch(world_size: int, reshard: bool | int | None) -> None:
-    run_ranks(accumulate_gradients, world_size, reshard)
-
-
-def accumulate_over_an_evaluation_and_a_changed_mind() -> None:
-    """Check that unreduced gradients survive an evaluation, and that a reset drops those of an abandoned step."""
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(False)
-            model(inputs_of(step, rank, 9))["left"].sum().backward()
-            model.reset_iter_state()  # abandoned
-        model(inputs_of(step, rank, 0))["left"].square().mean().backward()
-        with torch.no_grad():
-            value = model(inputs_of(step, rank, 1))["left"].sum()
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(True)
-        loss = one_forward_one_backward(model, step, rank)
-        return torch.stack([loss, value])
-
-    check_parity(seeded(Heads), play)
-
-
-@pytest.mark.behaviour("C-07", "C-10", "H-01")
-def test_unreduced_gradients_survive_an_evaluation_but_not_a_reset() -> None:
-    run_ranks(accumulate_over_an_evaluation_and_a_changed_mind, 2)

@@ -22,7 +22,6 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from torch.testing import assert_close
 
 from composable_fsdp import DataParallelMeshDims, fully_shard
-from tests._internals import local_part
 from tests.helpers.model_parallel import Pairs, assert_trains_like, cut_pairs, named_mesh, play
 from tests.helpers.models import Task, seeded, shard_layers, squared_error, vectors
 from tests.helpers.run_ranks import run_ranks
@@ -112,46 +111,6 @@ UP, DOWN, HEAD = "layers.0.up.weight", "layers.0.down.weight", "head.weight"
 STRIDED = _StridedShard(0, split_factor=2)
 
 
-def beside_tensor_parallelism() -> None:
-    mesh = named_mesh(dp=2, tp=2)  # to the right, and torch's own class
-    for dims in (Dims(shard="dp"), peer.DataParallelMeshDims(shard="dp")):
-        model = check(mesh, dims, ["dp"])
-        assert placed(model, UP) == (("dp", "tp"), (STRIDED, Shard(0)))
-        assert placed(model, DOWN) == (("dp", "tp"), (Shard(0), Shard(1)))
-        assert placed(model, HEAD) == (("dp", "tp"), (Shard(0), Replicate()))
-    model = check(mesh, Dims(replicate="dp"), ["dp"])
-    assert placed(model, UP) == (("dp", "tp"), (Replicate(), Shard(0)))
-
-    mesh = named_mesh(tp=2, dp=2)  # to the left: the outer dim shards first, so nothing is strided
-    model = check(mesh, Dims(shard=("dp",)), ["dp"])
-    assert placed(model, UP) == (("tp", "dp"), (Shard(0), Shard(0)))
-    assert placed(model, DOWN) == (("tp", "dp"), (Shard(1), Shard(0)))
-
-
-@pytest.mark.behaviour("A-06", "A-07", "C-02", "C-03", "C-16", "J-02")
-def test_tensor_parallel_dims_on_either_side_of_the_data_parallel_one() -> None:
-    run_ranks(beside_tensor_parallelism, 4)
-
-
-def over_several_dims() -> None:
-    mesh, both = named_mesh(a=2, b=2), ["a", "b"]
-    model = check(mesh, Dims(shard=("a", "b")), both)
-    names, placements = placed(model, HEAD)
-    assert (len(names), placements) == (1, (Shard(0),))
-    assert local_part(model.get_parameter(HEAD)).size(0) == (1 if dist.get_rank() < 3 else 0)
-    model = check(mesh, Dims(replicate=("a", "b")), both)
-    assert placed(model, HEAD)[1] == (Replicate(),)
-    model = check(mesh, Dims(replicate="a", shard="b"), both)
-    assert placed(model, HEAD) == (("a", "b"), (Replicate(), Shard(0)))
-    model = check(mesh, Dims(replicate="b", shard="a"), both)
-    assert placed(model, HEAD) == (("a", "b"), (Shard(0), Replicate()))
-
-
-@pytest.mark.behaviour("A-06", "A-07", "C-02", "C-16", "J-02")
-def test_several_data_parallel_dims_count_as_one_or_make_a_hybrid_mesh() -> None:
-    run_ranks(over_several_dims, 4)
-
-
 def over_several_dims_beside_tensor_parallelism() -> None:
     mesh = named_mesh(a=2, b=1, tp=2)
     model = check(mesh, Dims(replicate="a", shard="b"), ["a", "b"])
@@ -177,25 +136,6 @@ def over_several_dims_beside_tensor_parallelism() -> None:
 @pytest.mark.behaviour("A-06", "A-07", "C-02", "J-02")
 def test_several_data_parallel_dims_beside_between_and_around_tensor_parallel_ones() -> None:
     run_ranks(over_several_dims_beside_tensor_parallelism, 4)
-
-
-def last_dim(parameter: nn.Parameter) -> Shard:
-    return Shard(-1)
-
-
-def other_dims_and_smaller_meshes() -> None:
-    mesh = named_mesh(dp=2, tp=2)
-    model = check(mesh, Dims(shard="dp"), ["dp"], shard_placement_fn=last_dim)
-    assert placed(model, DOWN) == (("dp", "tp"), (_StridedShard(1, split_factor=2), Shard(1)))
-    assert placed(model, UP) == (("dp", "tp"), (Shard(1), Shard(0)))
-    mesh = named_mesh(dp=4)
-    check(mesh, Dims(shard="dp"), ["dp"], reshard_after_forward=2)
-    check(mesh, Dims(shard="dp"), ["dp"], reshard_after_forward=2, shard_placement_fn=last_dim)
-
-
-@pytest.mark.behaviour("A-05", "A-06", "C-01")
-def test_other_dims_are_sharded_and_gathered_from_a_smaller_mesh_in_backward() -> None:
-    run_ranks(other_dims_and_smaller_meshes, 4)
 
 
 PEER_MESHES: list[tuple[dict[str, int], dict[str, object]]] = [

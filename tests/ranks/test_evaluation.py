@@ -12,103 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import DivergenceError, FSDPModule, MixedPrecisionPolicy, PeerError, fully_shard
-from tests.helpers.models import TASKS, Routed, shard_layers
+from composable_fsdp import DivergenceError, MixedPrecisionPolicy, PeerError, fully_shard
+from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import values_of
-from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, check_parity, train
+from tests.helpers.training import check_parity
 from tests.helpers.transports import TRANSPORTS, Environment
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
 }
-
-FIRST, INSIDE, AFTER = "before the first step", "between forward and backward", "between backward and optimizer step"
-
-
-def evaluate(model: nn.Module, mode: str, step: int, rank: int) -> torch.Tensor:
-    """Return a number that depends on the current values of all parameters."""
-    task = TASKS["mlp"]
-    model.eval()
-    with MODES[mode]():
-        value = task.loss(model, task.batch_of(900 + step, rank))
-    model.train()
-    return value.clone()
-
-
-def playing(mode: str, when: frozenset[str]) -> Callable[[nn.Module, int, int], torch.Tensor]:
-    """Return a play with evaluations; it returns their values after the loss."""
-    task = TASKS["mlp"]
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        values = [evaluate(model, mode, step, rank)] if FIRST in when and step == 0 else []
-        loss = task.loss(model, task.batch_of(step, rank))
-        if INSIDE in when:
-            values += [evaluate(model, mode, step + 100, rank)]
-        loss.backward()
-        if AFTER in when:
-            values += [evaluate(model, mode, step + 200, rank), evaluate(model, mode, step + 300, rank)]
-        return torch.stack([loss.detach(), *values])
-
-    return play
-
-
-def train_with_evaluations(reshard_after_forward: bool | int | None, reshard_after_backward: bool) -> None:
-    task, rank = TASKS["mlp"], dist.get_rank()
-
-    def shard(model: nn.Module) -> nn.Module:
-        shard_layers(model, fully_shard, reshard_after_forward=reshard_after_forward)
-        assert isinstance(model, FSDPModule)
-        model.set_reshard_after_backward(reshard_after_backward)
-        return model
-
-    def losses_only(run: Run) -> Run:
-        return Run([values[:1] for values in run.losses], run.parameters, run.gradients)
-
-    undisturbed = train(shard(task.build()), playing("no_grad", frozenset()), ranks=[rank], watched=rank)
-    for mode in MODES:
-        for when in (FIRST, INSIDE, AFTER):
-            play = playing(mode, frozenset({when}))
-            disturbed = train(shard(task.build()), play, ranks=[rank], watched=rank)
-            assert_equal_runs(losses_only(disturbed), undisturbed, what=f"{mode} {when}", exact=True)
-        play = playing(mode, frozenset({FIRST, INSIDE, AFTER}))
-        check_parity(task.build, play, OPTIMIZERS["adamw-fused"], shard=shard, what=mode)
-
-
-@pytest.mark.behaviour("C-10")
-@pytest.mark.parametrize(
-    ("world_size", "reshard_after_forward", "reshard_after_backward"),
-    [(2, True, True), (2, False, True), (2, None, True), (2, None, False), (4, 2, True)],
-)
-def test_evaluations_are_right_and_leave_training_as_it_was_to_the_bit(
-    world_size: int, reshard_after_forward: bool | int | None, reshard_after_backward: bool
-) -> None:
-    run_ranks(train_with_evaluations, world_size, reshard_after_forward, reshard_after_backward)
-
-
-def evaluate_parts_of_the_model() -> None:
-    """Evaluate twice after each backward; the second skips most layers, which must not become stale."""
-    task = TASKS["routed"]
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        assert isinstance(model, Routed)
-        model.route = [0, 1, 2, 3]
-        loss = task.loss(model, task.batch_of(step, rank))
-        loss.backward()
-        with torch.no_grad():
-            output = model(task.batch_of(50 + step, rank)[0])
-            model.route = [0]
-            part = model(task.batch_of(60 + step, rank)[0])
-        return torch.stack([loss.detach(), output.sum(), part.sum()])
-
-    for optimizer in ("sgd", "adamw-foreach", "adamw-fused"):
-        check_parity(task.build, play, OPTIMIZERS[optimizer], what=optimizer, reshard_after_forward=False)
-
-
-@pytest.mark.behaviour("C-10")
-def test_layers_skipped_in_evaluation_are_not_stale_in_the_next_step() -> None:
-    run_ranks(evaluate_parts_of_the_model, 2)
 
 
 def build_and_evaluate_in_inference_mode() -> None:

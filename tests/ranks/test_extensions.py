@@ -80,61 +80,6 @@ def test_a_two_tensor_subclass_trains_with_parity(world_size: int) -> None:
             run_ranks(train_pairs, world_size, width, reshard)
 
 
-@pytest.mark.behaviour("E-01", "E-05")
-def test_a_two_tensor_subclass_trains_in_hybrid_sharding_and_from_a_smaller_mesh() -> None:
-    run_ranks(train_pairs, 4, 7, None, 2)
-    run_ranks(train_pairs, 4, 8, 2)
-    run_ranks(train_pairs, 4, 7, 2)
-
-
-def train_pairs_from_meta(width: int, reshard: bool) -> None:
-    """Train with fp32 shards and 16-bit computation, against a reference that rounds its own weights."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    reference = build(width)
-    with torch.device("meta"):
-        model: Any = with_weights(build(width), Pair)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    sharded(model, mp_policy=policy, reshard_after_forward=reshard)
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            local, value = p._local_tensor, expected_shard(q.detach(), rank, world_size)
-            assert isinstance(local, Pair) == (q.ndim == 2)
-            local.copy_(Pair(value / 2, value / 2) if isinstance(local, Pair) else value)
-    halves = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.SGD([{"params": halves, "lr": 0.05}, {"params": others, "lr": 0.1}], foreach=False)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(STEPS):
-        loss = model(batch_of(step, rank)).float().square().mean()
-        loss.backward()
-        for other in range(world_size):
-            rounded = {name: q.bfloat16() for name, q in reference.named_parameters()}
-            out = functional_call(reference, rounded, batch_of(step, other).bfloat16())
-            assert out.dtype == torch.bfloat16
-            expected = out.float().square().mean()
-            if other == rank:
-                torch.testing.assert_close(loss, expected)
-            (expected / world_size).backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            assert p.grad.dtype == torch.float32
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-2, atol=1e-5)
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close({name: gather_value(p)}, {name: q.detach()}, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.behaviour("D-01", "E-01", "E-05")
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_two_tensor_subclass_trains_from_the_meta_device_in_mixed_precision(world_size: int, reshard: bool) -> None:
-    for width in (8, 7, 3):
-        run_ranks(train_pairs_from_meta, world_size, width, reshard)
-
-
 def evaluate_then_step() -> None:
     """Check that a step makes full tensors stale that were kept unsharded since an evaluation."""
     rank = dist.get_rank()

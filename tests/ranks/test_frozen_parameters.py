@@ -18,7 +18,7 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, Transformer, seeded, shard_layers
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
+from tests.helpers.training import assert_equal_runs, check_parity, play_task, train
 from tests.helpers.transports import TRANSPORTS, Environment
 
 
@@ -57,50 +57,6 @@ def train_with_frozen_parameters(reshard_after_forward: bool | int | None) -> No
 @pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
 def test_frozen_parameters_stay_as_they_are_and_the_others_train(world_size: int, reshard: bool | int | None) -> None:
     run_ranks(train_with_frozen_parameters, world_size, reshard)
-
-
-class Gan(nn.Module):
-    """Two networks that are trained alternately, each on the outputs of the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 7))
-        self.critic = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 1))
-
-
-def train_in_turns(two_roots: bool) -> None:
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        assert isinstance(model, Gan)
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        noise, real = torch.randn(4, 5, generator=generator), torch.randn(4, 7, generator=generator)
-        critic_learns = step % 2 == 0
-        model.generator.requires_grad_(not critic_learns)
-        model.critic.requires_grad_(critic_learns)
-        if critic_learns:
-            with torch.no_grad():
-                fake = model.generator(noise)
-            loss = model.critic(fake).mean() - model.critic(real).mean()
-        else:
-            loss = -model.critic(model.generator(noise)).mean()
-        assert isinstance(loss, torch.Tensor)
-        loss.backward()
-        return loss.detach()
-
-    def shard(model: nn.Module) -> None:
-        for network in (model.get_submodule("generator"), model.get_submodule("critic")):
-            if two_roots:
-                fully_shard(network[0])  # type: ignore[index]
-                fully_shard(network[2])  # type: ignore[index]
-            fully_shard(network)
-
-    for optimizer in ("sgd", "adamw-fused"):
-        check_parity(seeded(Gan), play, OPTIMIZERS[optimizer], shard=shard, steps=6, what=optimizer)
-
-
-@pytest.mark.behaviour("C-05")
-@pytest.mark.parametrize("nested", [True, False])
-def test_two_networks_that_freeze_each_other_in_turns_train(nested: bool) -> None:
-    run_ranks(train_in_turns, 2, nested)
 
 
 def unfreeze_layer_by_layer(precision: MixedPrecisionPolicy) -> None:
@@ -190,68 +146,6 @@ def keep_frozen_groups() -> None:
 @pytest.mark.behaviour("C-05")
 def test_frozen_groups_that_are_kept_are_gathered_once_and_after_changes() -> None:
     run_ranks(keep_frozen_groups, 2)
-
-
-def freeze_while_unsharded(reshard_after_backward: bool) -> None:
-    """Freeze parameters while ``parameters()`` shows unsharded ones that the optimizer does not hold."""
-    task = TASKS["chain"]
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        with torch.no_grad():
-            model(task.batch_of(50 + step, rank)[0])
-        for i, layer in enumerate(model.get_submodule("layers").children()):
-            layer.requires_grad_((step + i) % 3 != 0)
-        loss = task.loss(model, task.batch_of(step, rank))
-        loss.backward()
-        return loss.detach()
-
-    def shard(model: nn.Module) -> None:
-        shard_layers(model, fully_shard, reshard_after_forward=False)
-        assert isinstance(model, FSDPModule)
-        model.set_reshard_after_backward(reshard_after_backward)
-
-    check_parity(task.build, play, shard=shard, steps=7)
-
-
-@pytest.mark.behaviour("C-05")
-@pytest.mark.parametrize("reshard_after_backward", [True, False])
-def test_parameters_can_be_frozen_and_thawed_while_they_are_unsharded(reshard_after_backward: bool) -> None:
-    run_ranks(freeze_while_unsharded, 2, reshard_after_backward)
-
-
-def compare_input_gradients() -> None:
-    rank = dist.get_rank()
-    task, gradients = TASKS["transformer"], []
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        assert isinstance(model, Transformer)
-        x = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_(step > 1)
-        loss: torch.Tensor = model.layers[0](x).square().mean()
-        loss.backward()
-        if step > 1:
-            assert x.grad is not None
-            gradients.append(x.grad)
-        else:
-            assert x.grad is None
-        return loss.detach()
-
-    def shard(model: nn.Module) -> None:
-        assert isinstance(model, Transformer)
-        for module in list(model.layers[0].modules()):
-            if isinstance(module, nn.Linear):
-                fully_shard(module)
-        fully_shard(model.layers[0])
-
-    check_parity(task.build, play, shard=shard, steps=4)
-    ours, reference = gradients[:2], gradients[2:]
-    # Each rank has its own inputs, so their gradients are not averaged.
-    mine = [gradient for i, gradient in enumerate(reference) if i % dist.get_world_size() == rank]
-    torch.testing.assert_close(ours, mine)
-
-
-@pytest.mark.behaviour("C-05")
-def test_inputs_get_their_gradients_where_they_need_them() -> None:
-    run_ranks(compare_input_gradients, 2)
 
 
 class Layered(nn.Module):

@@ -16,9 +16,8 @@ from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.errors import ConfigurationError
 from tests._internals import state_of
 from tests.helpers.counted_collectives import counted_collectives
-from tests.helpers.models import TASKS, Routed, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.training import check_parity
 from tests.helpers.transports import TRANSPORTS, Environment
 
 DEPTH = 12
@@ -81,46 +80,6 @@ def test_a_limit_of_zero_fuses_no_groups() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_fused_groups_share_one_gather_each_way_and_one_reduction(transport: Environment) -> None:
     run_ranks(count_collectives, 2, environment=transport)
-
-
-def train_fused(task_name: str) -> None:
-    task = TASKS.get(task_name, STACK)
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        loss = task.loss(model, task.batch_of(step, rank))
-        loss.backward()
-        return loss.detach()
-
-    check_parity(task.build, play, shard=lambda model: shard_layers(model, fully_shard))
-
-
-@pytest.mark.behaviour("C-01")
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_fused_groups_train_like_the_unsharded_model(world_size: int, transport: Environment) -> None:
-    for task in ("stack", "chain", "transformer"):
-        run_ranks(train_fused, world_size, task, environment=transport)
-
-
-def skip_layers() -> None:
-    task = TASKS["routed"]
-    routes = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2], [3], [1, 1, 0], [0, 1, 2, 3]]
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        assert isinstance(model, Routed)
-        model.route = routes[step]
-        loss = task.loss(model, task.batch_of(step, rank))
-        loss.backward()
-        used = {i for i, layer in enumerate(model.layers) if layer.weight.grad is not None}
-        assert used == set(routes[step]), "a layer that no rank used has no gradient"
-        return loss.detach()
-
-    check_parity(task.build, play, shard=lambda model: shard_layers(model, fully_shard), steps=len(routes))
-
-
-@pytest.mark.behaviour("C-04")
-def test_unused_groups_of_a_fusion_keep_no_gradient() -> None:
-    run_ranks(skip_layers, 2)
 
 
 def train_with(choose: Callable[[Sequence[FSDPModule], int], None], messages: Sequence[int]) -> None:

@@ -41,58 +41,6 @@ def test_sums_are_made_in_fp32_in_the_order_of_ranks(world_size: int, dtype: tor
         run_ranks(add_up, world_size, numel, dtype)
 
 
-def gather(numel: int, in_place: bool) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    communicator = over_gloo(group)
-    rank, size = communicator.rank, communicator.size
-    outputs = [torch.empty(size * numel) for _ in range(3)]
-    shards = [own(rank + 10 * k, numel, torch.float32) for k in range(3)]
-    if in_place:
-        for k, output in enumerate(outputs):
-            shards[k] = output.view(size, numel)[rank].copy_(shards[k])
-    communicator.launch(Collective.ALL_GATHER, [Transfer(*pair) for pair in zip(outputs, shards, strict=True)]).wait()
-    for k, output in enumerate(outputs):
-        expected = torch.cat([own(peer + 10 * k, numel, torch.float32) for peer in range(size)])
-        assert torch.equal(output, expected)
-
-
-@pytest.mark.behaviour("C-01")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_large_shards_are_received_at_their_offsets(world_size: int) -> None:
-    for numel in (0, 1, 100, 50_000):
-        run_ranks(gather, world_size, numel, False)
-        run_ranks(gather, world_size, numel, True)
-
-
-def overlap() -> None:
-    """Check that concurrent all-gathers and reduce-scatters, awaited in reverse order, do not mix their data."""
-    group = dist.group.WORLD
-    assert group is not None
-    communicator = over_gloo(group)
-    rank, size, numel = communicator.rank, communicator.size, 50_000
-    works, checks = [], []
-    for k in range(6):
-        shard = own(rank + 10 * k, numel, torch.float32)
-        full, reduced = torch.empty(size * numel), torch.empty(numel)
-        gradient = torch.full((size * numel,), float(rank + k))
-        works.append(communicator.launch(Collective.ALL_GATHER, [Transfer(full, shard)]))
-        works.append(communicator.launch(Collective.REDUCE_SCATTER, [Transfer(reduced, gradient)]))
-        expected = torch.cat([own(peer + 10 * k, numel, torch.float32) for peer in range(size)])
-        checks.append((full, expected, reduced, float(sum(peer + k for peer in range(size)))))
-    for work in reversed(works):
-        work.wait()
-    for full, expected, reduced, total in checks:
-        assert torch.equal(full, expected)
-        assert torch.equal(reduced, torch.full_like(reduced, total))
-
-
-@pytest.mark.behaviour("C-01")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_concurrent_transfers_keep_their_bytes_apart(world_size: int) -> None:
-    run_ranks(overlap, world_size)
-
-
 def drop_one() -> None:
     group = dist.group.WORLD
     assert group is not None

@@ -117,22 +117,6 @@ def test_tensors_on_different_meshes_count_once_each_in_one_call() -> None:
     run_ranks(clip_on_many_meshes, 4)
 
 
-def clip_on_three_axes() -> None:
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    joined = (mesh, (Replicate(), _StridedShard(0, split_factor=2), Shard(0)))
-    places: list[Where] = [
-        joined,
-        (mesh, (Replicate(), Shard(0), Shard(1))),
-        (mesh["replicate", "shard"], (Replicate(), Shard(0))),
-    ]
-    check_against_torch(make_values((8, 3), (3, 3), (5,)), places)
-
-
-@pytest.mark.behaviour("C-11")
-def test_joined_meshes_and_their_slices_train() -> None:
-    run_ranks(clip_on_three_axes, 4)
-
-
 def clip_pending_sums() -> None:
     world = init_device_mesh("cpu", (dist.get_world_size(),))
     (full,) = make_values((3, 4))
@@ -263,21 +247,6 @@ def test_one_collective_per_mesh_axis_however_many_tensors() -> None:
     assert run_ranks(count_collectives, 4) == [[1, 1, 2, 0]] * 4
 
 
-def clip_models(shape: tuple[int, ...]) -> None:
-    mesh = init_device_mesh("cpu", shape)
-    norms: list[torch.Tensor] = []
-
-    for norm_type in (2.0, inf):
-
-        def clip(model: nn.Module, step: int, norm_type: float = norm_type) -> None:
-            norms.append(clip_grad_norm_(model, 0.05 if step % 2 else 1e6, norm_type))
-
-        check_parity(TASKS["mlp"].build, play_task("mlp"), mesh=mesh, between=clip, what=f"norm {norm_type}")
-        ours, reference = norms[: len(norms) // 2], norms[len(norms) // 2 :]
-        assert_close(ours, reference)
-        norms.clear()
-
-
 def clip_kept_unsharded() -> None:
     """Clip the gradients of a model whose parameters stay unsharded after backward."""
     task = TASKS["mlp"]
@@ -290,12 +259,6 @@ def clip_kept_unsharded() -> None:
     norm = clip_grad_norm_(model, 1e-3)
     assert norm > 1e-3
     assert_close(clip_grad_norm_(model, 1.0), torch.tensor(1e-3))
-
-
-@pytest.mark.behaviour("C-11")
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
-def test_a_sharded_model_is_clipped_like_the_unsharded_one(shape: tuple[int, ...]) -> None:
-    run_ranks(clip_models, 4 if shape != (2,) else 2, shape)
 
 
 @pytest.mark.behaviour("C-11")

@@ -236,33 +236,6 @@ def test_residuals_of_a_parameter_that_no_rank_uses_are_kept(replicate: int) -> 
     run_ranks(skip_a_step, 2, replicate)
 
 
-def accumulate(replicate: int) -> None:
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (replicate, world_size // replicate))
-    policy = CommunicationPolicy(reduce_scatter=EXACT, all_reduce=EXACT, min_numel=1)
-    reference = build()
-    for partial in (False, True):
-        model = sharded(copy.deepcopy(reference), policy, mesh=mesh)
-        reference.zero_grad()
-        for step in range(3):
-            last = step == 2
-            if partial:
-                model.set_requires_all_reduce(last)
-            else:
-                model.set_requires_gradient_sync(last)
-            loss_of(model, rank, step).backward()
-            for r in range(world_size):
-                (loss_of(reference, r, step) / world_size).backward()
-        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
-
-
-@pytest.mark.behaviour("E-09", "C-02")
-def test_microbatches_are_accumulated_before_and_between_encoded_reductions() -> None:
-    run_ranks(accumulate, 2, 1)
-    run_ranks(accumulate, 4, 2)
-
-
 def train(options: dict[str, Any]) -> None:
     model = sharded(build(), CommunicationPolicy(Int8(), ErrorFeedback(Int8()), min_numel=100), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -15,14 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from composable_fsdp import DivergenceError, fully_shard, initialize, sharded_rng, to_empty, unsharded_params
+from composable_fsdp import DivergenceError, fully_shard, initialize, sharded_rng, unsharded_params
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError, UnsupportedError
 from tests._internals import process_groups, reset_parameters
 from tests.helpers.model_parallel import Pairs, parallelize_pairs
-from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import Peak
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.sharding import assert_exact, assert_sharded, full_value, initialise, train_and_compare, values_of
+from tests.helpers.sharding import assert_exact, full_value
 from tests.helpers.transports import SOCKETS
 
 
@@ -84,24 +83,6 @@ def test_all_ranks_start_from_the_values_of_rank_0(shape: tuple[int, ...], messa
     run_ranks(synchronise, prod(shape), shape, message_bytes)
 
 
-def train_from_other_seeds() -> None:
-    """Check that a nested unit's own call synchronises its parameters and that the root's call does not change them."""
-    mesh = init_device_mesh("cpu", (2,))
-    model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1)
-    shard_layers(model, fully_shard, mesh=mesh, sync_module_states=True)
-    assert_sharded(model, values_of(reference), mesh)
-    train_and_compare(model, reference, TASKS["mlp"])
-
-
-@pytest.mark.behaviour("A-15")
-def test_ranks_with_different_initial_values_train_alike() -> None:
-    run_ranks(train_from_other_seeds, 2)
-
-
 def count_messages() -> int:
     sent, original = [], dist.broadcast
 
@@ -135,61 +116,6 @@ def test_meta_tensors_cannot_be_synchronised_and_are_named() -> None:
     assert first == second
     assert "these of Buffered are on the meta device and have no values to send: ['weight', 'narrow'," in first
     assert "Pass param_init_fn" in first
-
-
-def initialise_by_function(task: str, shape: tuple[int, ...]) -> None:
-    mesh = init_device_mesh("cpu", shape)
-    reference = TASKS[task].build()
-    values = values_of(reference)
-    with torch.device("meta"):
-        model = TASKS[task].build()
-    names = {module: name for name, module in model.named_modules()}
-    called = []
-
-    def init(module: nn.Module) -> None:
-        called.append(names[module])
-        module.to_empty(device="cpu", recurse=False)
-        with torch.no_grad():
-            for name, parameter in module.named_parameters(names[module], recurse=False):
-                # Only the first rank has the values. The other ranks get them by synchronisation.
-                parameter.copy_(values[name]) if dist.get_rank() == 0 else parameter.zero_()
-
-    shard_layers(model, fully_shard, mesh=mesh, param_init_fn=init, sync_module_states=True)
-    assert len(called) == len(set(called)), "each module is initialised once"
-    assert all(next(iter(model.get_submodule(n)._parameters), None) for n in called), (
-        "only modules with own parameters are initialised"
-    )
-    assert_sharded(model, values, mesh)
-    train_and_compare(model, reference, TASKS[task])
-
-
-@pytest.mark.behaviour("A-12", "A-15")
-@pytest.mark.parametrize(("task", "shape"), [("mlp", (2,)), ("tied", (2,)), ("mlp", (2, 2))], ids=str)
-def test_an_init_function_and_synchronisation_train_with_parity(task: str, shape: tuple[int, ...]) -> None:
-    run_ranks(initialise_by_function, prod(shape), task, shape)
-
-
-def materialise(shape: tuple[int, ...]) -> None:
-    mesh, task = init_device_mesh("cpu", shape), TASKS["tied"]
-    reference = task.build()
-    with torch.device("meta"):
-        model = task.build()
-    model.register_buffer("frequencies", torch.arange(3.0), persistent=False)
-    shard_layers(model, fully_shard, mesh=mesh)
-    assert to_empty(model, device="cpu") is model
-    assert_exact(model.get_buffer("frequencies"), torch.arange(3.0), "frequencies")
-    assert all(isinstance(p, DTensor) and not p.is_meta for p in model.parameters())
-    values = values_of(reference)
-    initialise(model, values)
-    to_empty(model, device="cpu")
-    assert_sharded(model, values, mesh)
-    train_and_compare(model, reference, task)
-
-
-@pytest.mark.behaviour("A-12")
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_to_empty_materialises_sharded_parameters_and_keeps_real_ones(shape: tuple[int, ...]) -> None:
-    run_ranks(materialise, prod(shape), shape)
 
 
 def train_with_ignored_modules() -> None:

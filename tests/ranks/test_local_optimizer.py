@@ -284,52 +284,6 @@ def test_schedulers_hooks_closures_and_groups_work_unchanged() -> None:
     run_ranks(use_schedulers_and_hooks, 2)
 
 
-def step_with_scaler(fused: bool) -> None:
-    models, optimizers = pair(partial(torch.optim.AdamW, fused=fused))
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in optimizers]
-    for step in range(4):
-        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
-            optimizer.zero_grad()
-            inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
-            scaler.scale(model(inputs * (float("inf") if step == 1 else 1)).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert scalers[0].get_scale() == scalers[1].get_scale()
-    assert_same(models, optimizers, f"fused={fused}")
-
-
-@pytest.mark.behaviour("C-11")
-@pytest.mark.parametrize("fused", [False, True])
-def test_scaled_losses_skip_the_same_steps(fused: bool) -> None:
-    run_ranks(step_with_scaler, 2, fused)
-
-
-def step_in_backward() -> None:
-    models = build(), build()
-    for model in models:
-        fully_shard(model)
-    made: tuple[list[Optimizer], list[Optimizer]] = ([], [])
-    for model, optimizers, wrap in zip(models, made, (local_optimizer, lambda optimizer: optimizer), strict=True):
-        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-            optimizers.append(wrap(adamw([parameter])))
-
-            def step(parameter: torch.Tensor, optimizer: Optimizer = optimizers[-1]) -> None:
-                optimizer.step()
-                parameter.grad = None
-
-            parameter.register_post_accumulate_grad_hook(step)
-    for step_index in range(3):
-        for model in models:
-            backward(model, step_index)
-    for ours, expected in zip(*made, strict=True):
-        assert_same(models, (ours, expected))
-
-
-@pytest.mark.behaviour("C-12")
-def test_a_local_optimizer_steps_inside_backward() -> None:
-    run_ranks(step_in_backward, 2)
-
-
 def save_and_load(full: bool) -> None:
     """Save and load by torch's functions, which initialise the state of a new optimizer by a step."""
     models, optimizers = pair(adamw)

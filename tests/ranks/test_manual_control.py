@@ -76,39 +76,6 @@ def test_unshard_and_reshard_by_hand(world_size: int) -> None:
     run_ranks(unshard_by_hand, world_size)
 
 
-def unshard_everything_before_each_forward(async_op: bool) -> None:
-    """Unshard all groups before forward, as pipelines do, and one layer between backward and the optimizer's step.
-
-    The unsharded layer must get the new values.
-    """
-    task = TASKS["mlp"]
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        handles = [module.unshard(async_op=async_op) for module in modules]
-        if step % 2:
-            for handle in handles:
-                if handle is not None:
-                    handle.wait()
-        loss = task.loss(model, task.batch_of(step, rank))
-        loss.backward()
-        if modules:
-            assert isinstance(modules[1], FSDPModule)
-            modules[1].unshard(async_op=async_op)
-        return loss.detach()
-
-    for optimizer in ("sgd", "adamw-foreach", "adamw-fused"):
-        model = check_parity(task.build, play, OPTIMIZERS[optimizer], what=optimizer)
-        assert isinstance(model, FSDPModule)
-        sharded_layers(model)[0].reshard()
-
-
-@pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize("async_op", [False, True])
-def test_unsharding_ahead_of_forward_and_before_the_optimizer_keeps_parity(async_op: bool) -> None:
-    run_ranks(unshard_everything_before_each_forward, 2, async_op)
-
-
 # -- setters of resharding
 
 
@@ -283,22 +250,6 @@ def set_prefetch_lists() -> None:
 @pytest.mark.behaviour("C-08")
 def test_prefetch_lists_determine_the_order_of_gathers() -> None:
     run_ranks(set_prefetch_lists, 2, environment=SOCKETS)
-
-
-def train_with_prefetch_lists() -> None:
-    def shard(model: nn.Module) -> None:
-        shard_layers(model, fully_shard)
-        layers = sharded_layers(model)
-        for i, layer in enumerate(layers):
-            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 3])
-            layer.set_modules_to_backward_prefetch(layers[max(0, i - 2) : i][::-1])
-
-    check_parity(TASKS["transformer"].build, play_task("transformer"), shard=shard)
-
-
-@pytest.mark.behaviour("C-08")
-def test_training_with_prefetch_lists_keeps_parity() -> None:
-    run_ranks(train_with_prefetch_lists, 2)
 
 
 def train_without_unsharding_the_embedding_in_backward() -> None:

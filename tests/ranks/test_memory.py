@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import RanksError
-from composable_fsdp.trace import Operation, Recorder, TraceEvent, ledger, listeners
+from composable_fsdp.trace import Operation, TraceEvent, ledger, listeners
 from tests._internals import FSDPState, find_state, state_of
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import FULL, LiveStorages
@@ -133,27 +133,6 @@ def test_the_ledger_of_the_trace_equals_the_storage_bytes(
     world_size: int, task: str, precision: MixedPrecisionPolicy
 ) -> None:
     run_ranks(compare_ledger_with_storages, world_size, task, precision, environment=SOCKETS)
-
-
-def count_groups_in_memory() -> None:
-    task, rank = TASKS["chain"], dist.get_rank()
-    model = shard_layers(task.build(), fully_shard, fuses=False)
-    for step in range(3):
-        with Recorder() as forward, CheckedLedger(model) as checked:
-            loss = task.loss(model, task.batch_of(step, rank))
-        assert checked.most_unsharded == 1  # an all-gather in flight has no unsharded storage yet
-        # The first iteration does not know the order yet, so it prefetches nothing.
-        assert forward.peak_groups == (1 if step == 0 else 2)
-        assert forward.allocated == {}
-        with Recorder() as backward:
-            loss.backward()
-        assert backward.peak_groups == 2
-        assert backward.allocated == {}
-
-
-@pytest.mark.behaviour("C-03")
-def test_at_most_two_groups_are_in_memory_at_a_time() -> None:
-    run_ranks(count_groups_in_memory, 2, environment=SOCKETS)
 
 
 class KeepsWeight(nn.Module):

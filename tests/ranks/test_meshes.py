@@ -43,18 +43,6 @@ def test_the_default_mesh_is_all_ranks_unnamed_on_cpu_and_one_for_all_modules(ra
     run_ranks(_check_the_default_mesh, ranks)
 
 
-def _train_on_the_default_mesh() -> None:
-    model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
-    shard_layers(model, fully_shard)
-    train_and_compare(model, reference, TASKS["mlp"])
-
-
-@pytest.mark.behaviour("A-03")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_default_mesh_averages_over_all_ranks(ranks: int) -> None:
-    run_ranks(_train_on_the_default_mesh, ranks)
-
-
 WITHOUT_A_PROCESS_GROUP = """
 import os
 import torch, torch.distributed as dist

@@ -95,28 +95,6 @@ def test_assigning_between_steps_trains_with_parity() -> None:
     run_ranks(_assign_again, 2)
 
 
-def _reset_parameters() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    model, reference = build_on_meta("mlp", mesh), TASKS["mlp"].build()
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.constant_(module.weight, 0.25)
-                nn.init.zeros_(module.bias)
-        nn.init.ones_(model.get_parameter("scale"))
-    with torch.no_grad():
-        for name, value in values_of(model).items():
-            assert value.unique().numel() == 1, name
-            reference.get_parameter(name).copy_(value)
-    train_and_compare(model, reference, TASKS["mlp"])
-
-
-@pytest.mark.behaviour("A-12")
-def test_torchs_initialisers_work_on_the_shards() -> None:
-    run_ranks(_reset_parameters, 2)
-
-
 def _run_on_meta() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     model, reference = build_on_meta("mlp", mesh), TASKS["mlp"].build()

@@ -24,12 +24,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.testing import RanksError
 from tests.helpers.counted_collectives import counted_collectives
-from tests.helpers.models import TASKS, seeded, shard_layers, squared_error, vectors
+from tests.helpers.models import TASKS, seeded, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import (
     OPTIMIZERS,
     assert_equal_runs,
-    check_parity,
     copy_on_cpu,
     local_shard,
     play_task,
@@ -224,76 +223,6 @@ def test_training_in_mixed_precision_is_bitwise_that_of_torch(reshard_after_forw
     run_ranks(compare_with_peer, 2, reshard_after_forward)
 
 
-class Normed(nn.Module):
-    """A block in bf16 whose norm computes in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([NormedBlock(), NormedBlock()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class NormedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = self.norm(x)
-        assert normed.dtype == x.dtype == self.linear.weight.dtype == BF16
-        return x + torch.tanh(self.linear(normed))
-
-
-class ReferenceNormed(Normed):
-    """Computes the same as ``Normed`` by explicit casts."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(BF16)
-        for layer in self.layers:
-            assert isinstance(layer, NormedBlock)
-            norm, linear = layer.norm, layer.linear
-            normed = F.layer_norm(x.float(), (8,), norm.weight, norm.bias).to(BF16)
-            x = x + torch.tanh(F.linear(normed, linear.weight.to(BF16), linear.bias.to(BF16)))
-        return x.float()
-
-
-def train_with_norms_in_fp32() -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    batches = vectors(8, 8)
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        x, target = batches(torch.Generator().manual_seed(10 * step + rank))
-        loss = squared_error(model(x), target)
-        loss.backward()
-        return loss.detach()
-
-    model = seeded(Normed)()
-    seen: list[torch.dtype] = []
-    low = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    for block in model.get_submodule("layers").children():
-        norm = block.get_submodule("norm")
-        norm.register_forward_pre_hook(lambda m, args: seen.extend([args[0].dtype, m.weight.dtype]))
-        fully_shard(norm, mp_policy=MixedPrecisionPolicy(param_dtype=FP32, output_dtype=BF16))
-        fully_shard(block, mp_policy=low)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32))
-    ours = train(model, play, ranks=[rank], watched=rank)
-    assert set(seen) == {FP32}
-    # Autograd casts the reference's gradients to fp32 before it sums them, as reduce_dtype does.
-    everyone = range(world_size)
-    expected = train(seeded(ReferenceNormed)(), play, ranks=everyone, watched=rank, divide=world_size)
-    assert_equal_runs(ours, expected, exact=True)
-
-
-@pytest.mark.behaviour("D-01")
-def test_norms_in_fp32_within_bf16_blocks_train_as_by_explicit_casts() -> None:
-    run_ranks(train_with_norms_in_fp32, 2)
-
-
 def accumulate_in_the_reduce_dtype() -> None:
     """Check that microbatches without communication are summed in ``reduce_dtype``, not in ``param_dtype``."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -322,57 +251,6 @@ def accumulate_in_the_reduce_dtype() -> None:
 @pytest.mark.behaviour("D-01", "C-07")
 def test_gradients_accumulate_unsharded_in_the_reduce_dtype() -> None:
     run_ranks(accumulate_in_the_reduce_dtype, 2)
-
-
-# -- several original dtypes in one group
-
-
-class Mixed(nn.Module):
-    """Every layer has trainable parameters of two dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([MixedLayer() for _ in range(2)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class MixedLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = nn.Linear(9, 9, dtype=BF16)
-        self.high = nn.Linear(9, 9)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.high(x) + self.low(x.to(BF16)).float())
-
-
-def train_mixed_dtypes(reshard_after_forward: bool | int | None) -> None:
-    """Train parameters of several dtypes. The bf16 sum of two gradients is rounded once, so the reference is exact.
-
-    The optimizer multiplies by powers of two. Torch rounds other products depending on their position in a tensor.
-    """
-    exact = dist.get_world_size() == 2
-    options: dict[str, Any] = {"exact": exact, "reshard_after_forward": reshard_after_forward}
-    check_parity(TASKS["adapters"].build, play_task("adapters"), OPTIMIZERS["adamw-foreach"], **options)
-    if exact:
-        check_parity(seeded(Mixed), play_mixed, lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5), **options)
-
-
-def play_mixed(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    x, target = vectors(9, 9)(torch.Generator().manual_seed(10 * step + rank))
-    loss = squared_error(model(x), target)
-    loss.backward()
-    return loss.detach()
-
-
-@pytest.mark.behaviour("D-03")
-@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
-def test_parameters_of_several_dtypes_in_one_group_train(world_size: int, reshard: bool | int | None) -> None:
-    run_ranks(train_mixed_dtypes, world_size, reshard)
 
 
 # -- parameters that keep their dtype

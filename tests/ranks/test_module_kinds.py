@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import PlainParameterWarning
-from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, sharded, train_and_compare, values_of
 
@@ -61,72 +59,6 @@ def test_lstms_train_with_parity(ranks: int, nested: bool, reshard: bool | None)
     run_ranks(_lstm, ranks, nested, reshard)
 
 
-class Mirrored(nn.Module):
-    """Computes with the parameters last passed to ``__setattr__``, not with the registered ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mirror: dict[str, nn.Parameter] = {}
-        self.weight = nn.Parameter(torch.randn(3, 5))
-        self.bias = nn.Parameter(torch.randn(3))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if isinstance(value, nn.Parameter):
-            self.mirror[name] = value
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mirror = self.mirror
-        return x @ mirror["weight"].t() + mirror["bias"]
-
-
-def _mirrored() -> None:
-    task = Task(seeded(Mirrored), vectors(5, 3), squared_error)
-    model, reference = task.build(), task.build()
-    fully_shard(model)
-    train_and_compare(model, reference, task)
-    assert isinstance(model, Mirrored)
-    assert all(model.mirror[name] is parameter for name, parameter in model.named_parameters())
-
-
-@pytest.mark.behaviour("A-14")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_module_that_computes_with_what_it_was_assigned_trains_with_parity(ranks: int) -> None:
-    run_ranks(_mirrored, ranks)
-
-
-# -- A-16: modules without parameters
-
-
-def chain() -> nn.Module:
-    layers: list[nn.Module] = [nn.Tanh(), nn.Linear(5, 7), nn.Identity(), nn.Linear(7, 3), nn.Softplus()]
-    return nn.Sequential(*layers)
-
-
-def _chain(reshard: bool | None) -> None:
-    task = Task(seeded(chain), vectors(5, 3), squared_error)
-    model, reference = task.build(), task.build()
-    for child in model.children():
-        fully_shard(child, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
-    train_and_compare(model, reference, task)
-    x = torch.randn(2, 5)
-    gradients = []
-    for m in (model, reference):
-        leaf = x.clone().requires_grad_()
-        m(leaf).sum().backward()
-        assert leaf.grad is not None
-        gradients.append(leaf.grad)
-    torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.behaviour("A-16")
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("reshard", [True, False, None])
-def test_chains_with_modules_without_parameters_train_with_parity(ranks: int, reshard: bool | None) -> None:
-    run_ranks(_chain, ranks, reshard)
-
-
 # -- A-18: conversions
 
 
@@ -159,35 +91,6 @@ def _converted(task_name: str, unsharded: bool) -> None:
 )
 def test_to_dtype_between_steps_keeps_training_with_parity(ranks: int, task: str, unsharded: bool) -> None:
     run_ranks(_converted, ranks, task, unsharded)
-
-
-def _half() -> None:
-    """Check that ``half()`` casts the values and that a step in half precision is the same on all ranks."""
-    task = TASKS["mlp"]
-    model = task.build()
-    values = values_of(model)
-    shard_layers(model, fully_shard)
-    model.half()
-    for name, value in values_of(model).items():
-        assert_exact(value, values[name].half(), name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, target = task.batch_of(0, dist.get_rank())
-    squared_error(model(x.half()), target).backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float16 for p in model.parameters())
-    optimizer.step()
-    for name, value in values_of(model).items():
-        assert not torch.equal(value, values[name].half()), name
-    model.float()
-    x, target = task.batch_of(1, dist.get_rank())
-    optimizer.zero_grad()
-    squared_error(model(x), target).backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-
-
-@pytest.mark.behaviour("A-18")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_half_and_back_keeps_the_module_usable(ranks: int) -> None:
-    run_ranks(_half, ranks)
 
 
 class Adapted(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +15,8 @@ from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import find_state, state_of
 from tests.helpers.assert_trace import assert_trace
-from tests.helpers.models import TASKS, Chain, Transformer, seeded
+from tests.helpers.models import TASKS, Chain, seeded
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.training import Play, check_parity, play_task
 from tests.helpers.transports import SOCKETS
 
 SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
@@ -31,33 +28,6 @@ def shard_ends_together(model: nn.Module, **options: Any) -> nn.Module:
     fully_shard([layers[0], layers[-1]], **options)
     for layer in layers[1:-1]:
         fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
-
-def shard_embedding_and_head_together(model: nn.Module, **options: Any) -> nn.Module:
-    """Shard the embedding, the norm and the head as one group, with a tied or an untied weight."""
-    assert isinstance(model, Transformer)
-    fully_shard([model.embedding, model.norm, model.head], **options)
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
-
-def play_routes(*routes: tuple[int, ...]) -> Play:
-    """Return a play in which the layers of ``Routed`` run in an order that changes from step to step."""
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        model.route = list(routes[step % len(routes)])  # type: ignore[assignment]
-        return play_task("routed")(model, step, rank)
-
-    return play
-
-
-def shard_alternate_layers_together(model: nn.Module, **options: Any) -> nn.Module:
-    """Shard layers 0 and 2 as one group, 1 and 3 as another, so that the forwards of the groups overlap."""
-    layers = list(model.get_submodule("layers").children())
-    fully_shard([layers[0], layers[2]], **options)
-    fully_shard([layers[1], layers[3]], **options)
     return fully_shard(model, **options)
 
 
@@ -84,92 +54,6 @@ def shard_nested_modules_together(model: nn.Module, **options: Any) -> nn.Module
     fully_shard(model.right.layers[1], **options)
     fully_shard([model.left, model.left.layers[1], model.right], **options)
     return fully_shard(model, **options)
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], Play, Callable[..., nn.Module]]] = {
-    "first and last": (TASKS["chain"].build, play_task("chain"), shard_ends_together),
-    "embedding and head": (TASKS["transformer"].build, play_task("transformer"), shard_embedding_and_head_together),
-    "tied embedding and head": (TASKS["tied"].build, play_task("tied"), shard_embedding_and_head_together),
-    "interleaved": (TASKS["routed"].build, play_routes((0, 1, 2, 3)), shard_alternate_layers_together),
-    "several calls": (TASKS["routed"].build, play_routes((0, 0, 1, 2, 3, 2, 0, 1, 3)), shard_alternate_layers_together),
-    "only some run": (
-        TASKS["routed"].build,
-        play_routes((0, 1, 2, 3), (2, 3), (1, 0), (3, 1, 2)),
-        shard_alternate_layers_together,
-    ),
-    "a module and one inside it": (seeded(Towers), play_task("chain"), shard_nested_modules_together),
-}
-
-
-def train_with_lists(reshard_after_forward: bool | int | None) -> None:
-    for what, (build, play, shard) in CASES.items():
-        with Recorder() as recorder:
-            check_parity(build, play, shard=partial(shard, reshard_after_forward=reshard_after_forward), what=what)
-        assert recorder.allocated == {}, what
-
-
-@pytest.mark.behaviour("A-09", "A-10")
-@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, None), (4, 2)])
-def test_a_list_of_modules_trains_like_the_unsharded_model(world_size: int, reshard: bool | int | None) -> None:
-    run_ranks(train_with_lists, world_size, reshard)
-
-
-def train_a_list_without_a_parent() -> None:
-    """Train a list without a common parent: each call is a separate forward, and one backward runs through all."""
-
-    def build() -> nn.Module:
-        return TASKS["chain"].build()
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        first, *others = model.get_submodule("layers").children()
-        x, target = TASKS["chain"].batch_of(step, rank)
-        x = torch.tanh(first(x))
-        for layer in reversed(others[step % 2 :]):
-            x = torch.tanh(layer(x))
-        loss: torch.Tensor = (first(x) - target).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    for reshard_after_forward in (True, False, None):
-        with Recorder() as recorder:
-            model = check_parity(
-                build,
-                play,
-                shard=lambda model: fully_shard(
-                    list(model.get_submodule("layers").children()),
-                    reshard_after_forward=reshard_after_forward,  # noqa: B023 (called at once)
-                ),
-            )
-        assert recorder.allocated == {}
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-
-
-def call_one_of_a_list_separately() -> None:
-    rank = dist.get_rank()
-    plain, model = TASKS["chain"].build(), shard_ends_together(TASKS["chain"].build())
-    x, _ = TASKS["chain"].batch_of(0, rank)
-    layers, originals = model.get_submodule("layers"), plain.get_submodule("layers")
-    for index in ("3", "0"):
-        layer, original = layers.get_submodule(index), originals.get_submodule(index)
-        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-            with mode():
-                torch.testing.assert_close(layer(x), original(x), rtol=0, atol=0)
-                torch.testing.assert_close(layer.forward(x), original.forward(x), rtol=0, atol=0)
-        assert isinstance(layer, FSDPModule)
-        layer.reshard()
-        layer(x).square().mean().backward()
-        assert all(isinstance(p, DTensor) and p.grad is not None for p in layer.parameters())
-    with Recorder() as recorder:
-        torch.testing.assert_close(model(x), plain(x))
-        model(x).sum().backward()
-    assert recorder.allocated == {}
-
-
-@pytest.mark.behaviour("A-09")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_modules_of_a_list_can_be_called_outside_of_a_common_parent(world_size: int) -> None:
-    run_ranks(train_a_list_without_a_parent, world_size)
-    run_ranks(call_one_of_a_list_separately, world_size)
 
 
 def trace_a_list() -> None:

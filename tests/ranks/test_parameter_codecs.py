@@ -80,12 +80,6 @@ def test_every_rank_computes_with_decoded_values(world_size: int) -> None:
     run_ranks(compare, world_size, Int4(), -1, 1, torch.bfloat16, False)
 
 
-@pytest.mark.behaviour("E-08")
-def test_codecs_work_in_hybrid_sharding_and_with_a_smaller_mesh() -> None:
-    run_ranks(compare, 4, Int8(), 0, 2, None, None)
-    run_ranks(compare, 4, Int8(), 0, 1, None, 2)
-
-
 def count_bytes() -> None:
     model: Any = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 3))
     fully_shard(model, comm_policy=CommunicationPolicy(all_gather=Int8(block=256), min_numel=1000))

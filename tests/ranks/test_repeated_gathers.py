@@ -8,13 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import FSDPModule, fully_shard
-from composable_fsdp.trace import Operation, Recorder
+from composable_fsdp import fully_shard
 from tests._internals import ParameterState, state_of
 from tests.helpers.models import TASKS, seeded, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import values_of
-from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.transports import TRANSPORTS, Environment
 
 CHAIN = TASKS["chain"]
 
@@ -39,23 +38,6 @@ def test_replaced_parameters_of_one_group_among_several_are_gathered(transport: 
     run_ranks(replace_parameters_of_one_among_several, 2, environment=transport)
 
 
-def gather_from_a_smaller_mesh() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
-    for _ in range(3):
-        with Recorder() as recorder:
-            model(torch.randn(2, 8, requires_grad=True)).sum().backward()
-        gathers = [e for e in recorder.events if e.operation is Operation.COLLECTIVE and "all-gather" in e.group]
-        first, again = gathers
-        assert again.bytes == 2 * first.bytes, "half of the parameters from each of two ranks, not a fourth"
-
-
-@pytest.mark.behaviour("C-01")
-@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_backward_gathers_from_the_smaller_mesh_in_every_step(transport: Environment) -> None:
-    run_ranks(gather_from_a_smaller_mesh, 4, environment=transport)
-
-
 def shrink_a_root_without_parameters() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     mesh = init_device_mesh("cpu", (4,))
@@ -71,25 +53,3 @@ def shrink_a_root_without_parameters() -> None:
 @pytest.mark.behaviour("C-01")
 def test_a_group_without_parameters_is_unsharded_from_its_smaller_mesh() -> None:
     run_ranks(shrink_a_root_without_parameters, 4)
-
-
-def step_of_the_shards() -> None:
-    """Check that a cached all-gather sends the current values of shards."""
-    model = seeded(CHAIN.build)()
-    shard_layers(model, fully_shard)
-    assert isinstance(model, FSDPModule)
-    batch = CHAIN.batch_of(0, dist.get_rank())
-    losses = []
-    for _ in range(3):
-        loss = CHAIN.loss(model, batch)
-        loss.backward()
-        losses.append(loss.item())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-    assert len(set(losses)) == len(losses)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_every_step_gathers_the_updated_parameters(transport: Environment) -> None:
-    run_ranks(step_of_the_shards, 2, environment=transport)

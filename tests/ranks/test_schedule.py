@@ -18,7 +18,6 @@ from tests._internals import ForwardRecord, Planner, events, state_of
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Routed, shard_layers
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.training import check_parity
 from tests.helpers.transports import SOCKETS, TRANSPORTS
 
 PARAMETERS = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD)
@@ -230,37 +229,6 @@ def bound_prefetch() -> None:
 @pytest.mark.behaviour("C-08")
 def test_the_prefetch_depth_can_be_bounded() -> None:
     run_ranks(bound_prefetch, 2, environment=SOCKETS)
-
-
-ROUTES = ([0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 3, 1], [3, 2], [3, 2, 1, 0], [1, 1, 0, 1], [0, 1, 2, 3], [2])
-
-
-def train_along_changing_routes() -> None:
-    task = TASKS["routed"]
-    peaks: list[int] = []
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        assert isinstance(model, Routed)
-        model.route = ROUTES[step]
-        with Recorder() as recorder:
-            loss = task.loss(model, task.batch_of(step, rank))
-            loss.backward()
-        peaks.append(recorder.peak_groups)
-        assert recorder.allocated == {}
-        return loss.detach()
-
-    def shard(model: nn.Module) -> None:
-        fully_shard(model.get_submodule("side"))
-        shard_layers(model, fully_shard, fuses=False)
-
-    check_parity(task.build, play, shard=shard, steps=len(ROUTES))
-    assert max(peaks) == 2  # the running group and one prefetched group
-
-
-@pytest.mark.behaviour("C-01", "C-04")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_an_order_that_changes_between_iterations_trains_and_keeps_one_group_ahead_at_most(world_size: int) -> None:
-    run_ranks(train_along_changing_routes, world_size, environment=SOCKETS)
 
 
 # -- orders that were not expected

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp import fully_shard
 from composable_fsdp.errors import ParameterError
-from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.sharding import assert_exact, assert_sharded, train_and_compare, values_of
+from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
 
 # -- properties of sharded parameters
 
@@ -65,40 +65,6 @@ def _odd() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_unusual_parameters_are_sharded_and_train_with_parity(ranks: int) -> None:
     run_ranks(_odd, ranks)
-
-
-def _unsharded_values(task: str) -> None:
-    model = TASKS[task].build()
-    values = values_of(model)
-    requires_grad = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-    for parameter in model.parameters():
-        parameter.mark = "mine"  # type: ignore[attr-defined]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shard_layers(model, fully_shard, mesh=mesh)
-    assert_sharded(model, values, mesh)
-    assert list(model.state_dict()) == list(TASKS[task].build().state_dict())
-    sharded = dict(model.named_parameters(remove_duplicate=False))
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert not isinstance(parameter, DTensor), name
-        assert_exact(parameter.detach(), values[name], name)
-        for form in (parameter, sharded[name]):
-            assert form.requires_grad == requires_grad[name], name
-            assert vars(form)["mark"] == "mine", name
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert parameter is sharded[name]
-    assert_sharded(model, values, mesh)
-
-
-@pytest.mark.behaviour("A-02")
-@pytest.mark.parametrize(("task", "ranks"), [("mlp", 2), ("mlp", 4), ("tied", 2), ("adapters", 4), ("wide", 3)])
-def test_values_and_attributes_of_parameters_survive_sharding_and_unsharding(task: str, ranks: int) -> None:
-    run_ranks(_unsharded_values, ranks, task)
 
 
 class Complex(nn.Module):
@@ -203,21 +169,6 @@ def _no_rows() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_group_with_only_empty_parameters_trains_with_parity(ranks: int) -> None:
     run_ranks(_no_rows, ranks)
-
-
-def _uneven(task: str) -> None:
-    model, reference = TASKS[task].build(), TASKS[task].build()
-    values = values_of(model)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shard_layers(model, fully_shard, mesh=mesh)
-    assert_sharded(model, values, mesh)
-    train_and_compare(model, reference, TASKS[task])
-
-
-@pytest.mark.behaviour("A-04")
-@pytest.mark.parametrize(("task", "ranks"), [("mlp", 2), ("mlp", 3), ("mlp", 4), ("wide", 2), ("wide", 3)])
-def test_uneven_models_small_and_large_train_with_parity(task: str, ranks: int) -> None:
-    run_ranks(_uneven, ranks, task)
 
 
 class WithScalar(nn.Module):
@@ -335,39 +286,3 @@ def _one_shard_placement() -> None:
 @pytest.mark.behaviour("A-05")
 def test_the_placement_function_sees_every_original_parameter_once() -> None:
     run_ranks(_one_shard_placement, 2)
-
-
-def _hybrid_dims() -> None:
-    model, reference = DIMS.build(), DIMS.build()
-    values = values_of(model)
-    choose = PLACEMENTS["each its own"]
-    dims = {n: (choose(p) or Shard(0)).dim % p.ndim for n, p in model.named_parameters()}
-    mesh = init_device_mesh("cpu", (2, 2))
-    fully_shard(model, mesh=mesh, shard_placement_fn=choose)
-    assert_sharded(model, values, mesh, dims)
-    train_and_compare(model, reference, DIMS)
-
-
-@pytest.mark.behaviour("A-05", "A-07")
-def test_other_dims_in_hybrid_sharding_train_with_parity() -> None:
-    run_ranks(_hybrid_dims, 4)
-
-
-def wide_batch(generator: torch.Generator) -> Batch:
-    return torch.randn(3, 513, generator=generator), torch.randn(3, 515, generator=generator)
-
-
-def _direct_columns() -> None:
-    task = Task(seeded(nn.Linear, in_features=513, out_features=515), wide_batch, squared_error)
-    model, reference = task.build(), task.build()
-    values = values_of(model)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-    assert_sharded(model, values, mesh, {"weight": 1})
-    train_and_compare(model, reference, task)
-
-
-@pytest.mark.behaviour("A-05")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_large_uneven_columns_train_with_parity(ranks: int) -> None:
-    run_ranks(_direct_columns, ranks)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import fully_shard
-from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError, UnsupportedError
+from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 from composable_fsdp.testing import RanksError
 from tests._internals import (
     SLOT_BYTES,
@@ -25,7 +25,6 @@ from tests._internals import (
     Collective,
     Communicator,
     GlooCommunicator,
-    ReduceOp,
     SharedMemoryCommunicator,
     Transfer,
     Work,
@@ -114,42 +113,6 @@ def collectives(
 def test_results_have_the_bits_that_gloo_gives(world_size: int) -> None:
     for seed in range(2):
         run_ranks(compare_with_gloo, world_size, seed)
-
-
-def reduce_everywhere() -> None:
-    communicator = shared()
-    for dtype in (torch.float32, torch.bfloat16):
-        for numel in (0, 3, 100_000, LARGE):
-            reduced = make_shard(communicator.rank, numel, dtype)
-            communicator.launch(Collective.ALL_REDUCE, in_place([reduced])).wait()
-            expected = make_shard(0, numel, dtype).float()
-            for peer in range(1, communicator.size):
-                expected += make_shard(peer, numel, dtype)
-            assert torch.equal(reduced, expected.to(dtype))
-    with pytest.raises(UnsupportedError, match="does not average"):
-        communicator.launch(Collective.ALL_REDUCE, in_place([torch.ones(1)]), op=ReduceOp.AVERAGE)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_an_all_reduce_adds_up_in_fp32_in_the_order_of_ranks(world_size: int) -> None:
-    run_ranks(reduce_everywhere, world_size)
-
-
-def write_below_autograd() -> None:
-    communicator = shared()
-    with torch.inference_mode():
-        inference = torch.zeros(4 * communicator.size)
-    leaf = torch.zeros(4 * communicator.size, requires_grad=True)
-    for output in (inference, leaf):
-        version = None if output.is_inference() else output._version
-        communicator.launch(Collective.ALL_GATHER, [Transfer(output, torch.ones(4))]).wait()
-        assert output.eq(1).all()
-        assert output.is_inference() or output._version == version
-    assert not communicator.share(64).is_inference()
-
-
-def test_outputs_are_written_without_autograd() -> None:
-    run_ranks(write_below_autograd, 2)
 
 
 # -- many concurrent operations
@@ -428,21 +391,6 @@ def diverge() -> None:
 
 def test_different_operations_on_ranks_are_an_error() -> None:
     run_ranks(diverge, 2)
-
-
-def compare_long_labels() -> None:
-    """Compare labels as long as those of groups of hundreds of modules, which exceed the size of a message."""
-    begin = "all-gather of " + "expert.\N{GREEK SMALL LETTER ALPHA}, " * 1000
-    communicator = shared(new_group())
-    four, two = torch.empty(4), torch.ones(2)
-    communicator.launch(Collective.ALL_GATHER, [Transfer(four, two)], f"{begin}, last").wait()
-    assert four.tolist() == [1] * 4
-    with pytest.raises(DivergenceError, match="The order of collectives differs across ranks"):
-        communicator.launch(Collective.ALL_GATHER, [Transfer(four, two)], f"{begin}, {communicator.rank}").wait()
-
-
-def test_labels_of_any_length_are_compared() -> None:
-    run_ranks(compare_long_labels, 2)
 
 
 def interrupt_a_wait() -> None:

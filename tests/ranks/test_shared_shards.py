@@ -19,7 +19,6 @@ from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import buckets_of, local
-from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 
 
@@ -62,19 +61,6 @@ def check_storages() -> None:
 
 def test_each_shard_is_a_storage_of_its_own() -> None:
     run_ranks(check_storages, 2)
-
-
-@pytest.mark.behaviour("C-01", "A-04", "A-05")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_training_equals_the_unsharded_model_on_every_transport(world_size: int, transport: Environment) -> None:
-    for task, optimizer in (("mlp", "adamw-fused"), ("transformer", "adamw-foreach"), ("tied", "sgd"), ("wide", "sgd")):
-        run_ranks(train, world_size, task, optimizer, environment=transport)
-
-
-def train(task: str, optimizer: str) -> None:
-    for reshard in (True, False):
-        check_parity(TASKS[task].build, play_task(task), OPTIMIZERS[optimizer], steps=3, reshard_after_forward=reshard)
 
 
 def losses_and_shards() -> tuple[list[float], list[torch.Tensor]]:

@@ -43,7 +43,7 @@ from tests.helpers.model_parallel import (
 )
 from tests.helpers.models import seeded, shard_layers
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.sharding import assert_exact, sharded, values_of
+from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, train
 
 
@@ -244,35 +244,6 @@ def sum_in_the_reduce_dtype() -> None:
 @pytest.mark.behaviour("C-02", "C-16", "D-01", "J-02")
 def test_pending_sums_over_tensor_parallel_ranks_are_made_in_the_reduce_dtype() -> None:
     run_ranks(sum_in_the_reduce_dtype, 4)
-
-
-def accumulate_with_frozen_parameters() -> None:
-    """Train with two microbatches per step, the first without reduction, and frozen parameters of every placement."""
-    mesh = named_mesh(dp=2, tp=2)
-    frozen = ("layers.0.up.weight", "layers.1.down.weight", "layers.1.up.bias", "head.bias")
-    model, reference = sharded_pairs(mesh, "dp"), PAIRS.build()
-    for each in (model, reference):
-        for name in frozen:
-            each.get_parameter(name).requires_grad_(False)
-
-    def two_microbatches(each: nn.Module, step: int, rank: int) -> torch.Tensor:
-        losses = []
-        for microbatch in (0, 1):
-            if each is model:
-                sharded(model).set_requires_gradient_sync(microbatch == 1)
-            losses.append(play(PAIRS)(each, 2 * step + microbatch, rank))
-        return torch.stack(losses)
-
-    before = values_of(model)
-    run = assert_trains_like(model, reference, mesh.get_local_rank("dp"), 2, two_microbatches)
-    for name in frozen:
-        assert run.gradients[name] is None
-        assert_exact(run.parameters[name], before[name], name)
-
-
-@pytest.mark.behaviour("C-02", "C-05", "C-07")
-def test_frozen_tensor_parallel_parameters_and_gradient_accumulation() -> None:
-    run_ranks(accumulate_with_frozen_parameters, 4)
 
 
 def as_torch(policy: MixedPrecisionPolicy) -> peer.MixedPrecisionPolicy:

@@ -37,14 +37,6 @@ def test_operations_of_the_library_outside_of_the_callers_context_are_accesses_t
     assert race_of(lambda x, side: outside_callers_context()(add_on)(side, x)) == ["read"]
 
 
-def test_a_write_that_does_not_wait_for_a_read_is_found() -> None:
-    def write_too_early(x: torch.Tensor, side: Any) -> object:
-        side.wait_stream(cpu.current_stream())
-        return add_on(side, x), x.add_(1)
-
-    assert race_of(write_too_early) == ["write"]
-
-
 def test_streams_events_and_the_host_order_accesses() -> None:
     def by_stream(x: torch.Tensor, side: Any) -> object:
         side.wait_stream(cpu.current_stream())
@@ -67,39 +59,6 @@ def test_streams_events_and_the_host_order_accesses() -> None:
     assert race_of(by_stream) == race_of(by_event) == race_of(by_host) == []
 
 
-def test_an_event_orders_nothing_that_comes_after_it() -> None:
-    def write_after(x: torch.Tensor, side: Any) -> object:
-        event = cpu.current_stream().record_event()
-        x.add_(1)
-        side.wait_event(event)
-        return add_on(side, x)
-
-    assert race_of(write_after) == ["read"]
-
-
-def test_parts_of_a_tensor_are_told_apart() -> None:
-    def rows(x: torch.Tensor, side: Any) -> object:
-        side.wait_stream(cpu.current_stream())
-        with cpu.stream(side):
-            x[:4].add_(1)
-        return x[4:].add_(1)
-
-    def columns(x: torch.Tensor, side: Any) -> object:
-        side.wait_stream(cpu.current_stream())
-        with cpu.stream(side):
-            x.view(4, 2)[:, 0].add_(1)
-        return x.view(4, 2)[:, 1].add_(1)
-
-    def overlapping(x: torch.Tensor, side: Any) -> object:
-        side.wait_stream(cpu.current_stream())
-        with cpu.stream(side):
-            x[:5].add_(1)
-        return x[4:].add_(1)
-
-    assert race_of(rows) == race_of(columns) == []
-    assert race_of(overlapping) == ["write"]
-
-
 def free_while_in_use(x: torch.Tensor, side: Any, after: Callable[[torch.Tensor, Any], object]) -> object:
     y = x + 1
     side.wait_stream(cpu.current_stream())
@@ -111,17 +70,6 @@ def free_while_in_use(x: torch.Tensor, side: Any, after: Callable[[torch.Tensor,
 
 def test_memory_that_is_freed_while_another_stream_uses_it_is_found() -> None:
     assert race_of(lambda x, side: free_while_in_use(x, side, lambda *_: None)) == ["reuse"]
-
-
-def test_memory_may_be_freed_after_a_wait_or_record_stream() -> None:
-    def wait(_: torch.Tensor, side: Any) -> None:
-        cpu.current_stream().wait_stream(side)
-
-    def record(y: torch.Tensor, side: Any) -> None:
-        y.record_stream(side)
-
-    assert race_of(lambda x, side: free_while_in_use(x, side, wait)) == []
-    assert race_of(lambda x, side: free_while_in_use(x, side, record)) == []
 
 
 def test_a_storage_that_is_resized_to_nothing_is_freed() -> None:
@@ -156,34 +104,6 @@ def test_host_memory_that_is_read_before_the_copy_to_it_is_done_is_found(read: C
     assert race_of(lambda x, _: copy_and_read(x, cpu.synchronize)) == []
 
 
-def test_host_memory_that_is_written_before_the_copy_from_it_is_done_is_found() -> None:
-    def copy_and_write(side: Any, *, non_blocking: bool, write: Callable[[torch.Tensor], object]) -> object:
-        host = pinned()
-        with cpu.stream(side):
-            device = host.to("cpu:0", non_blocking=non_blocking)
-        write(host)
-        return host, device
-
-    def by_host(host: torch.Tensor) -> object:
-        return host.add_(1)
-
-    def by_copy(host: torch.Tensor) -> object:
-        return host.copy_(torch.ones(8), non_blocking=True)
-
-    for write in (by_host, by_copy):
-        assert race_of(lambda _, side: copy_and_write(side, non_blocking=True, write=write)) == ["write"]  # noqa: B023
-        assert race_of(lambda _, side: copy_and_write(side, non_blocking=False, write=write)) == []  # noqa: B023
-
-
-def test_copies_of_host_memory_that_is_not_pinned_block_the_host() -> None:
-    def copy_and_write(x: torch.Tensor) -> object:
-        host = x.cpu()
-        device = host.to("cpu:0", non_blocking=True)
-        return host.add_(1), device
-
-    assert race_of(lambda x, _: copy_and_write(x)) == []
-
-
 @pytest.mark.parametrize(
     "read",
     [*map(methodcaller, ("cpu", "tolist", "numpy", "nonzero")), lambda y: bool(y.any()), lambda y: y[y > 0]],
@@ -201,28 +121,6 @@ def test_the_host_reads_device_memory_after_the_current_stream_only(read: Callab
 
     assert set(race_of(lambda x, side: write_and_read(x, side, waits=False))) >= {"read"}
     assert race_of(lambda x, side: write_and_read(x, side, waits=True)) == []
-
-
-def test_pinned_memory_says_so() -> None:
-    with simulated_accelerator():
-        assert pinned().is_pinned()
-        assert torch.zeros(8).pin_memory().is_pinned()
-        assert not torch.zeros(8).is_pinned()
-        assert not torch.zeros(8).cpu().is_pinned()
-
-
-def test_times_between_events_need_events_that_the_host_has_waited_for() -> None:
-    with simulated_accelerator():
-        begin, end = cpu.Event(), cpu.Event()
-        with pytest.raises(RuntimeError, match="recorded and completed"):
-            begin.elapsed_time(end)
-        begin.record()
-        torch.zeros(8)
-        end.record()
-        with pytest.raises(RuntimeError, match="recorded and completed"):
-            begin.elapsed_time(end)
-        end.synchronize()
-        assert begin.elapsed_time(end) == 0.0
 
 
 def test_a_race_names_both_places_and_the_memory() -> None:

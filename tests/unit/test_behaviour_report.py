@@ -8,26 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.behaviour_report import Behaviour, Case, Result, Status, check_ids, load_sections, render
+from tests.helpers.behaviour_report import Case, load_sections, render
 from tests.helpers.fresh_process import run_module
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = {"A. First": {"A-01": "starts", "A-02": "stops"}, "B. Second": {"B-01": "waits"}}
-
-
-@pytest.mark.parametrize(
-    ("results", "status"),
-    [
-        ((), "no test"),
-        (("passed",), "passing"),
-        (("passed", "skipped"), "passing"),
-        (("skipped", "skipped"), "skipped"),
-        (("passed", "passed", "failed"), "failing"),
-        (("skipped", "failed"), "failing"),
-    ],
-)
-def test_status_follows_from_the_cases(results: tuple[Result, ...], status: Status) -> None:
-    assert Behaviour("A-01", "starts", tuple(Case(("A-01",), result) for result in results)).status == status
 
 
 def test_report_names_every_behaviour_with_its_counts_and_skip_reasons() -> None:
@@ -47,12 +32,6 @@ def test_report_names_every_behaviour_with_its_counts_and_skip_reasons() -> None
         "  B-01  no test                           waits",
         "3 behaviours: 1 passing, 1 failing, 0 skipped, 1 no test",
     ]
-
-
-def test_an_unknown_id_is_an_error_that_names_the_known_ones() -> None:
-    check_ids(["A-01", "B-01"], SECTIONS, where="test_x")
-    with pytest.raises(ValueError, match=r"test_x: unknown behaviour 'A-1'\. Known: A-01, A-02, B-01"):
-        check_ids(["A-01", "A-1"], SECTIONS, where="test_x")
 
 
 def test_the_list_has_well_formed_ids_each_under_its_section() -> None:
@@ -109,10 +88,3 @@ def test_fails_in_teardown(breaks_at_the_end): pass
         r"behaviours: 1 passing, 2 failing, 2 skipped, \d+ no test",
     ]:
         assert re.search(row, output), f"{row!r} does not match\n{output}"
-
-
-@pytest.mark.multiprocess
-def test_pytest_refuses_an_unknown_id(tmp_path: Path) -> None:
-    result = run_pytest(tmp_path, 'import pytest\n\n@pytest.mark.behaviour("Z-99")\ndef test_it(): pass\n')
-    assert result.returncode == pytest.ExitCode.USAGE_ERROR
-    assert re.search(r"test_it\.py::test_it: unknown behaviour 'Z-99'\. Known: A-01, A-02", result.stderr)

@@ -44,24 +44,6 @@ def test_small_requests_share_a_segment_and_freed_memory_is_used_again(Allocator
     assert allocator.reserved == 2 * MB, "neighbours are merged"
 
 
-def test_memory_of_one_stream_is_not_used_on_another(Allocator: Any) -> None:
-    allocator = Allocator()
-    allocator.free(allocator.allocate(32 * MB, "a"))
-    allocator.allocate(32 * MB, "a")
-    assert allocator.reserved == 32 * MB
-    allocator.allocate(32 * MB, "b")
-    assert allocator.reserved == 64 * MB
-
-
-def test_the_rest_of_a_large_block_is_kept_whole_if_it_is_small(Allocator: Any) -> None:
-    allocator = Allocator()
-    allocator.free(allocator.allocate(32 * MB, "stream"))
-    assert allocator.allocate(31 * MB, "stream").size == 32 * MB
-    allocator = Allocator()
-    allocator.free(allocator.allocate(32 * MB, "stream"))
-    assert allocator.allocate(30 * MB, "stream").size == 30 * MB
-
-
 def test_growing_sizes_fragment_segments_but_not_expandable_ones(Allocator: Any) -> None:
     segments, expandable = Allocator(), Allocator(expandable=True)
     for allocator in (segments, expandable):
@@ -69,20 +51,6 @@ def test_growing_sizes_fragment_segments_but_not_expandable_ones(Allocator: Any)
             allocator.free(allocator.allocate(size * MB, "stream"))
     assert segments.reserved == sum(range(20, 200, 20)) * MB
     assert expandable.reserved == 180 * MB
-
-
-@pytest.mark.parametrize(("expandable", "reserved"), [(False, [72, 40, 0]), (True, [80, 40, 0])])
-def test_an_emptied_cache_gives_back_what_no_block_is_in(Allocator: Any, expandable: bool, reserved: list[int]) -> None:
-    allocator, found = Allocator(expandable=expandable), []
-    first, second = allocator.allocate(40 * MB, "stream"), allocator.allocate(32 * MB, "stream")
-    for block in (None, second, first):
-        if block is not None:
-            allocator.free(block)
-            allocator.empty_cache()
-        found.append(allocator.reserved // MB)
-    assert found == reserved
-    allocator.free(allocator.allocate(40 * MB, "stream"))
-    assert allocator.reserved == 40 * MB
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -43,28 +42,6 @@ def test_a_stream_waits_only_for_work_before_the_event(sim: ModuleType) -> None:
     assert (first.end, second.end) == (20.0, 11.0)
 
 
-def test_a_synchronize_delays_later_launches(sim: ModuleType) -> None:
-    device = sim.Device(flops=1.0, bandwidth=1.0)
-    stream = sim.Stream(device)
-    stream.run(10.0)
-    event = stream.record_event()
-    assert not event.query()
-    event.synchronize()
-    device.current.run(1.0)
-    assert device.finish() == 11.0
-    assert device.finish() == 0.0
-
-
-def test_the_current_device_is_cpu_only_inside(sim: ModuleType) -> None:
-    device, real = sim.Device(flops=1.0, bandwidth=1.0), torch.cpu.current_stream()
-    with device.installed():
-        side: Any = torch.cpu.Stream()
-        with torch.cpu.stream(side):
-            assert torch.cpu.current_stream() is side
-        assert torch.cpu.current_stream() is device.current
-    assert torch.cpu.current_stream() is real
-
-
 def test_costs_are_operations_for_products_bytes_for_others_and_zero_for_views(sim: ModuleType) -> None:
     device = sim.Device(flops=100.0, bandwidth=10.0)
     a, b = torch.ones(4, 8), torch.ones(8, 2)
@@ -95,15 +72,6 @@ def test_collectives_of_one_process_group_share_bandwidth(
     assert wires.finish() == expected
 
 
-def test_simulated_collectives_take_their_modelled_time(sim: ModuleType, network: ModuleType) -> None:
-    wires = network.Network(sim.Device(flops=1.0, bandwidth=1e9), bandwidth=100.0)
-    with network.simulated_ranks(wires, 1000) as mesh:
-        assert mesh.size() == dist.get_world_size() == 1000
-        dist.all_reduce(torch.empty(1000, dtype=torch.uint8))
-        assert wires.finish() == pytest.approx(2 * 999 / 100)
-    assert not dist.is_initialized()
-
-
 def test_the_switch_gives_packets_the_rate_of_both_links_and_the_delay() -> None:
     module = importlib.import_module("sim.lab")
     lab = module.Lab(module.Link(mbit=8.0, delay_ms=5.0), ["a", "b", "c"], [], [0, 1, 2])
@@ -116,12 +84,6 @@ def test_the_switch_gives_packets_the_rate_of_both_links_and_the_delay() -> None
     assert second - first == pytest.approx(0.001, abs=1e-4)  # two packets of 1000 bytes in sequence at 1 MB/s
     lab._enqueue(0, to_c, [1e12] * 3, arriving)
     assert len(lab._waiting) == 2  # the link was full
-
-
-def test_memory_before_within_and_after_a_labelled_range() -> None:
-    memory = importlib.import_module("memory")
-    timeline = memory.Timeline([(1, 100), (5, 50), (6, 30), (7, -50), (9, -30)], {"step": (4, 8)})
-    assert timeline.held("step") == (100, 180, 130)
 
 
 def test_memory_events_are_exact() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import statistics
 from pathlib import Path
 from types import ModuleType
@@ -53,22 +52,12 @@ def test_the_interval_contains_the_median_and_is_within_the_samples(samples: lis
     assert found["runs"] == len(samples)
 
 
-def test_equal_samples_give_equal_intervals(tables: ModuleType) -> None:
-    samples = [float(value) for value in range(20)]
-    assert tables.spread(samples) == tables.spread(samples)
-
-
 def test_the_interval_covers_the_true_median_at_its_confidence(tables: ModuleType) -> None:
     import random
 
     draw = random.Random(1)
     intervals = [tables.spread([draw.gauss(1.0, 0.1) for _ in range(25)]) for _ in range(100)]
     assert 88 <= sum(interval["low"] <= 1.0 <= interval["high"] for interval in intervals) <= 100
-
-
-def test_the_interval_narrows_with_more_samples(tables: ModuleType) -> None:
-    few, many = tables.spread([1.0, 2.0, 3.0] * 3), tables.spread([1.0, 2.0, 3.0] * 60)
-    assert many["high"] - many["low"] < few["high"] - few["low"]
 
 
 def test_ratios_are_of_samples_taken_side_by_side(tables: ModuleType) -> None:
@@ -86,19 +75,6 @@ def test_a_table_shows_intervals_three_digits_and_dashes(tables: ModuleType) -> 
         "| text | 7 |",
         "| – | – |",
     ]
-
-
-def test_the_newest_result_of_each_benchmark_and_settings_is_used(results: ModuleType) -> None:
-    old, new = document(file="old"), document(file="new", date="2026-01-02T10:00:00+00:00")
-    four = document(file="four", settings={"ranks": 4})
-    assert [found["file"] for found in results.newest([new, four, old])] == ["new", "four"]
-
-
-def test_files_of_other_formats_are_skipped(results: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(document()))
-    (tmp_path / "b.json").write_text(json.dumps({"settings": {}, "runs": []}))
-    (tmp_path / "c.json").write_text(json.dumps([1, 2]))
-    assert [found["file"] for found in results.read(sorted(tmp_path.glob("*.json")))] == ["a.json"]
 
 
 def test_the_page_names_command_file_and_machine(results: ModuleType) -> None:

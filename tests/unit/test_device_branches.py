@@ -85,11 +85,3 @@ def test_only_one_module_branches_on_the_kind_of_a_device() -> None:
 )
 def test_a_branch_is_found(source: str) -> None:
     assert len(list(branches(source))) == 1
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["if local.device.type != mesh.device_type: pass", "torch.empty(3, device='cpu')", "if local.is_meta: pass"],
-)
-def test_comparing_two_devices_is_no_branch(source: str) -> None:
-    assert list(branches(source)) == []

@@ -327,27 +327,6 @@ def test_a_schedule_prints_as_a_table() -> None:
     assert len({line.index("|") for line in lines if "|" in line}) == 1
 
 
-@pytest.mark.parametrize(("has_streams", "second"), [(True, "gather c; wait b"), (False, "wait b; gather c")])
-@pytest.mark.usefixtures("ranks")
-def test_the_next_group_is_gathered_before_the_wait_or_on_the_host_after_that_for_a_prefetched_one(
-    has_streams: bool, second: str
-) -> None:
-    plan = schedule_of(Chain(), has_streams=has_streams)
-    assert line_of(plan, "pre-forward a") == "gather a; gather b; wait a"
-    assert line_of(plan, "pre-forward b") == second
-    assert line_of(plan, "pre-forward c") == "wait c"
-
-
-@pytest.mark.usefixtures("ranks")
-def test_a_prefetch_in_backward_follows_the_wait_for_a_prefetched_group() -> None:
-    plan = schedule_of(Chain("abcd"), has_streams=False)
-    assert line_of(plan, "pre-backward d") == "gather d; gather c; wait d"
-    assert line_of(plan, "pre-backward c") == "wait c; gather b"
-    plan = schedule_of(Chain("abcd"), has_streams=True)
-    assert line_of(plan, "pre-backward c") == "gather b", "it is kept"
-    assert line_of(plan, "pre-backward b") == "wait b; gather a"
-
-
 @pytest.mark.parametrize(
     ("has_streams", "options", "after", "back"),
     [
@@ -381,27 +360,6 @@ def test_groups_kept_for_backward_take_no_more_memory_than_a_prefetch_of_them(li
         if event.hook is Hook.END_FORWARD:
             kept = held - {"root"}
     assert kept == set("abcde"[-1 - limit :])
-
-
-@pytest.mark.usefixtures("ranks")
-def test_the_user_chooses_the_prefetched_groups() -> None:
-    def choose(model: Any) -> None:
-        model.a.set_modules_to_forward_prefetch([model.c])
-        model.c.set_modules_to_backward_prefetch([])
-
-    plan = schedule_of(Chain(), has_streams=False, change=choose)
-    assert line_of(plan, "pre-forward a") == "gather a; gather c; wait a"
-    assert line_of(plan, "pre-backward c") == "gather c; wait c"
-    assert line_of(plan, "pre-backward b") == "gather b; gather a; wait b"
-
-
-@pytest.mark.usefixtures("ranks")
-def test_small_adjacent_groups_share_a_gather_and_a_reduction() -> None:
-    plan = schedule_of(Chain(), has_streams=False, change=chosen(max_fused_bytes=2 * MIB))
-    assert line_of(plan, "pre-forward a") == "gather a, b; wait a"
-    assert line_of(plan, "pre-backward b") == "wait b"
-    assert line_of(plan, "gradients ready b") == ""
-    assert line_of(plan, "gradients ready a") == "wait for 1 reduction; reduce a, b"
 
 
 @pytest.mark.parametrize("has_streams", [False, True])

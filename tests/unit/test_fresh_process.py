@@ -8,15 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.fresh_process import Program, run_module, run_program, run_script_on_ranks
+from tests.helpers.fresh_process import Program, run_program, run_script_on_ranks
 
 pytestmark = pytest.mark.multiprocess
-
-
-def test_a_program_has_arguments_and_its_own_output_and_exit_functions() -> None:
-    program = "import atexit, sys; atexit.register(print, 'end'); print(__name__, sys.argv); sys.stderr.write('warn')"
-    done = run_program(program, "a", "b c")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "__main__ ['-c', 'a', 'b c']\nend\n", "warn")
 
 
 def test_exceptions_exits_and_signals_give_pythons_exit_codes() -> None:
@@ -26,18 +20,6 @@ def test_exceptions_exits_and_signals_give_pythons_exit_codes() -> None:
     assert (ended.returncode, ended.stderr) == (1, "reason\n")
     killed = run_program("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert killed.returncode == -signal.SIGKILL
-
-
-def test_a_program_begins_without_this_library_and_without_changes_of_earlier_programs() -> None:
-    program = "import sys; print(hasattr(sys, 'mark'), 'composable_fsdp' in sys.modules)\nsys.mark = 1"
-    for _ in range(2):
-        assert run_program(f"{program}\nimport composable_fsdp").stdout == "False False\n"
-
-
-def test_a_module_runs_as_the_main_module() -> None:
-    done = run_module("json.tool", "--help")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: ")
 
 
 RANKS = """
@@ -54,12 +36,6 @@ os.write(1, f"{__name__} {sys.argv[1:]} {__file__} {seen}\\n".encode())  # both 
 """
 
 
-def test_a_script_runs_on_ranks_that_meet(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(RANKS)
-    assert run_script_on_ranks(script, "a", "b c") == f"__main__ ['a', 'b c'] {script} ['0', '1']\n" * 2
-
-
 def test_a_rank_that_fails_ends_the_others_and_is_shown(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RANKS)
@@ -69,18 +45,6 @@ def test_a_rank_that_fails_ends_the_others_and_is_shown(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 150
     with pytest.raises(AssertionError):
         run_script_on_ranks(script, "raise", ranks=1, timeout=0.5)
-
-
-def test_ranks_of_a_script_that_fails_end_by_themselves(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, time\nif os.environ['RANK'] == '1': raise KeyError('own')\ntime.sleep(1)\nprint('end')"
-    )
-    said = run_script_on_ranks(script, fails=True)
-    assert "KeyError: 'own'" in said
-    assert said.endswith("end\n")
-    with pytest.raises(AssertionError, match="end"):
-        run_script_on_ranks(script, ranks=1, fails=True)
 
 
 def test_a_module_runs_until_a_signal_or_its_end(tmp_path: Path) -> None:

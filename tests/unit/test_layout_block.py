@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests._internals import Box, Cut, ShardExtent
+from tests._internals import Cut, ShardExtent
 
 SHAPES = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 
@@ -80,11 +80,6 @@ def test_a_local_shard_in_one_block_is_a_view() -> None:
     assert part.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
 
 
-def test_ranges_that_touch_are_one_box() -> None:
-    both = ShardExtent.after((8,), [Cut(0, 1, 0, blocks=2)])
-    assert [box.sizes for box in both.boxes()] == [(8,)]
-
-
 @given(cut_tensors(), st.integers(1, 30))
 @pytest.mark.behaviour("F-11")
 def test_pieces_tile_a_box_in_its_order_and_span_no_more_than_asked(drawn, limit: int) -> None:
@@ -102,12 +97,6 @@ def test_pieces_tile_a_box_in_its_order_and_span_no_more_than_asked(drawn, limit
                 assert torch.equal(part.reshape(-1), values)
 
 
-@pytest.mark.parametrize("shape", [(4, 0), (0, 3), (2, 0, 5)])
-def test_a_box_without_elements_is_one_piece(shape: tuple[int, ...]) -> None:
-    box = Box((0,) * len(shape), (0,) * len(shape), shape)
-    assert list(box.pieces(shape, 7)) == [box]
-
-
 @given(cut_tensors())
 @pytest.mark.behaviour("F-11")
 def test_runs_are_the_positions_of_the_elements_of_a_block(drawn) -> None:
@@ -117,12 +106,6 @@ def test_runs_are_the_positions_of_the_elements_of_a_block(drawn) -> None:
             length, starts = box.runs(shape)
             found = [element for start in starts for element in range(start, start + length)]
             assert found == taken(numbered(shape), box.offsets, box.sizes).reshape(-1).tolist()
-
-
-def test_a_block_of_full_rows_is_one_run() -> None:
-    (box,) = ShardExtent.after((8, 5, 3), [Cut(0, 2, 1)]).boxes()
-    length, starts = box.runs((8, 5, 3))
-    assert (length, list(starts)) == (60, [60])
 
 
 def taken(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:

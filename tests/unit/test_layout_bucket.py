@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import accumulate
 from random import Random
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from tests._internals import (
     ALIGNMENT_BYTES,
     TensorShards,
-    payload_widths,
     plan_gather,
     plan_reduce,
     split_at,
@@ -57,14 +55,6 @@ def test_offsets_are_disjoint_and_aligned_and_fit_the_padded_gather_of_every_ten
 
 
 @FEWER
-@given(shards_of_one_bucket(), ITEMSIZES)
-def test_offsets_do_not_depend_on_zero_copy(shards: tuple[TensorShards, ...], itemsize: int) -> None:
-    all_direct = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=0)
-    all_packed = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=NEVER_ZERO_COPY)
-    assert all_direct.places == all_packed.places
-
-
-@FEWER
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
 def test_a_tensor_is_zero_copy_if_it_concatenates_and_its_full_size_reaches_the_threshold(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
@@ -73,18 +63,6 @@ def test_a_tensor_is_zero_copy_if_it_concatenates_and_its_full_size_reaches_the_
     for i, s in enumerate(shards):
         expected = s.concatenates and s.numel > 0 and s.numel * itemsize >= zero_copy_min_bytes
         assert (i in layout.zero_copy) == expected
-
-
-@FEWER
-@given(shards_of_one_bucket(), ITEMSIZES)
-def test_threshold_zero_packs_only_unaligned_tensors_and_a_huge_one_packs_all(
-    shards: tuple[TensorShards, ...], itemsize: int
-) -> None:
-    nothing_small = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=0)
-    assert all(not shards[i].concatenates or not shards[i].numel for i in nothing_small.packed)
-    all_small = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=NEVER_ZERO_COPY)
-    assert all_small.zero_copy == ()
-    assert all_small.packed_numel == all_small.store.numel
 
 
 @FEWER
@@ -117,16 +95,6 @@ def test_the_output_of_a_reduction_has_the_packed_segments_and_flags_in_front_wi
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
-def test_only_even_gradients_that_concatenate_are_zero_copy(
-    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
-) -> None:
-    layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
-    for k, s in enumerate(shards):
-        large = s.numel > 0 and s.numel * itemsize >= zero_copy_min_bytes
-        assert (k in layout.zero_copy) == (large and s.concatenates and s.layout.is_even)
-
-
-@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
 def test_a_message_has_padding_exactly_where_it_is_longer_than_the_gradients_in_it(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
@@ -148,22 +116,6 @@ def test_flags_are_the_last_segment_of_the_packed_message(
         assert layout.flags_offset == layout.gradient_numel
 
 
-@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.booleans())
-def test_a_message_is_in_chunks_if_all_its_gradients_have_elements_and_are_sharded_on_the_first_dim(
-    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int, flags: bool
-) -> None:
-    layout = plan_reduce(
-        shards, range(len(shards)), itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes, flags=flags
-    )
-    assert layout.in_chunks == all(shards[k].dim == 0 and shards[k].numel for k in layout.packed)
-
-
-def test_a_reduction_without_gradients_is_empty() -> None:
-    layout = plan_reduce([TensorShards((4,), 0, 2)], [], itemsize=4, zero_copy_min_bytes=0)
-    assert (layout.zero_copy, layout.packed, layout.packed_numel, layout.output.numel) == ((), (), 0, 0)
-    assert (layout.gaps, layout.most_uneven) == ((), 0)
-
-
 @pytest.mark.parametrize(("encoded", "second"), [(False, 1), (True, ALIGNMENT_BYTES // 2)])
 def test_lone_elements_lie_side_by_side_unless_a_codec_encodes_them(encoded: bool, second: int) -> None:
     two = [TensorShards((1,), 0, 1)] * 2
@@ -178,20 +130,6 @@ def test_a_tiny_module_on_many_ranks_sends_what_it_has() -> None:
     gather = plan_gather(shards, itemsize=2, zero_copy_min_bytes=NEVER_ZERO_COPY)
     reduce = plan_reduce(shards, [0, 1], itemsize=4, zero_copy_min_bytes=NEVER_ZERO_COPY, flags=True)
     assert (gather.packed_widths, reduce.packed_widths) == ((64, 1), (64, 1, 2))
-
-
-PAYLOADS = st.lists(st.tuples(st.integers(0, 40), ITEMSIZES).map(lambda p: (p[0] * p[1], p[1])), max_size=4)
-
-
-@given(PAYLOADS)
-def test_payloads_have_gaps_where_elements_would_not_be_aligned(payloads: list[tuple[int, int]]) -> None:
-    widths = payload_widths(payloads)
-    starts = list(accumulate(widths, initial=0))
-    for (nbytes, itemsize), width, start in zip(payloads, widths, starts, strict=False):
-        assert nbytes <= width < nbytes + ALIGNMENT_BYTES
-        assert start % (ALIGNMENT_BYTES if itemsize == 1 else itemsize) == 0 or start == 0
-    if len({itemsize for _, itemsize in payloads}) == 1 < payloads[0][1]:
-        assert widths == [nbytes for nbytes, _ in payloads]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=6), st.integers(0, 3), st.randoms())

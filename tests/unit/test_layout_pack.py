@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from math import prod
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,58 +65,6 @@ def column_block(num_rows: int, width: int, fill: float, dtype: torch.dtype = to
 # -- one tensor
 
 
-@given(tensor_shards(), FLOATS, st.data())
-def test_a_rank_takes_its_elements_in_order_and_zeros_behind_them(
-    shards: TensorShards, dtype: torch.dtype, data: st.DataObject
-) -> None:
-    full = data.draw(laid_out(numbered(shards.shape, torch.int32) % 128))
-    for rank in range(shards.num_shards):
-        out = torch.full((shards.padded_numel,), UNTOUCHED, dtype=dtype)
-        take_shard(shards, full, rank, out)
-        assert torch.equal(out, piece_of(shards, full, rank).to(dtype))
-
-
-@given(tensor_shards(), FLOATS, st.data())
-def test_packing_writes_the_piece_of_rank_r_to_row_r_only(
-    shards: TensorShards, dtype: torch.dtype, data: st.DataObject
-) -> None:
-    gradient = data.draw(laid_out(numbered(shards.shape, torch.float32) % 128))
-    message, rows = column_block(shards.num_shards, shards.padded_numel, 0.0, dtype)
-    around = [message[:, :3], message[:, 3 + shards.padded_numel :]]
-    for columns in around:
-        columns.fill_(UNTOUCHED)
-    pack_gradient(shards, gradient, rows)
-    expected = [piece_of(shards, gradient, rank).to(dtype) for rank in range(shards.num_shards)]
-    assert torch.equal(rows, torch.stack(expected))
-    assert all(bool((columns == UNTOUCHED).all()) for columns in around)
-
-
-@FEWER
-@given(tensor_shards())
-def test_packing_writes_as_many_elements_as_the_tensor_has_and_leaves_padding_alone(shards: TensorShards) -> None:
-    _, rows = column_block(shards.num_shards, shards.padded_numel, UNTOUCHED)
-    pack_gradient(shards, numbered(shards.shape), rows)
-    assert int((rows == UNTOUCHED).sum()) == rows.numel() - shards.numel
-
-
-@FEWER
-@given(tensor_shards())
-def test_a_missing_gradient_is_packed_as_zeros(shards: TensorShards) -> None:
-    message, rows = column_block(shards.num_shards, shards.padded_numel, UNTOUCHED)
-    pack_gradient(shards, None, rows)
-    assert not rows.any()
-    assert int((message == UNTOUCHED).sum()) == message.numel() - rows.numel()
-
-
-@FEWER
-@given(tensor_shards())
-def test_a_gradient_expanded_from_one_element_is_packed_like_any_other(shards: TensorShards) -> None:
-    gradient = torch.ones(1).expand(shards.shape)  # sum().backward() makes such gradients
-    _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
-    pack_gradient(shards, gradient, rows)
-    assert int(rows.sum()) == shards.numel
-
-
 @given(tensor_shards(), st.integers(0, 9))
 def test_unpacking_restores_the_tensor_and_writes_nothing_else(shards: TensorShards, spare: int) -> None:
     full = numbered(shards.shape)
@@ -169,39 +115,6 @@ def test_unpacking_takes_one_copy_for_contiguous_or_even_pieces_and_at_most_two(
         unpack_parameter(shards, rows, place)
     assert set(kernels.names) == {"copy_"}
     assert len(kernels.names) <= (1 if shards.concatenates or shards.layout.is_even else 2)
-
-
-# -- other devices and modes
-
-
-CASES = [TensorShards(s, d, 4) for s, d in [((8, 3), 0), ((7, 3), 0), ((3, 8), 1), ((3, 7), 1), ((2,), 0), ((0, 2), 0)]]
-
-
-@pytest.mark.parametrize("shards", CASES, ids=str)
-@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode], ids=lambda guard: guard.__name__)
-def test_copies_work_without_autograd(shards: TensorShards, guard: type[AbstractContextManager[None]]) -> None:
-    message = torch.zeros(4, shards.padded_numel)
-    place = torch.empty(shards.full_numel)
-    leaf = numbered(shards.shape).requires_grad_()
-    with guard():
-        pack_gradient(shards, leaf, message)
-        unpack_parameter(shards, message, place)
-        take_shard(shards, leaf, 1, message[0])
-    assert torch.equal(place[: shards.numel].view(shards.shape), leaf)
-    assert not message.requires_grad
-    assert not place.requires_grad
-
-
-@pytest.mark.parametrize("shards", CASES, ids=str)
-def test_copies_work_on_meta_tensors(shards: TensorShards) -> None:
-    with torch.device("meta"):
-        _, rows = column_block(4, shards.padded_numel, 0.0)
-        rows = rows.to("meta")
-        full, place = torch.empty(shards.shape), torch.empty(shards.full_numel)
-        pack_gradient(shards, full, rows)
-        pack_gradient(shards, None, rows)
-        unpack_parameter(shards, rows, place)
-        take_shard(shards, full, 3, torch.empty(shards.padded_numel))
 
 
 # -- round trips: shards to full parameters
@@ -264,18 +177,6 @@ def test_gathering_from_a_smaller_mesh_restores_the_parameters_at_the_same_offse
     gather(layout, stores, buffer, [s.full_numel for s in bucket.gather.shards])
     for parameter, full in zip(parameters_in(bucket.gather, buffer), fulls, strict=True):
         assert torch.equal(parameter, full)
-
-
-@FEWER
-@given(st.lists(tensor_shards(1), min_size=1, max_size=4), DIRECT_BYTES)
-def test_the_store_of_an_only_rank_holds_the_parameters_as_they_are(
-    shards: list[TensorShards], zero_copy_min_bytes: int
-) -> None:
-    layout = plan_gather(shards, itemsize=4, zero_copy_min_bytes=zero_copy_min_bytes)
-    fulls = [numbered(s.shape, start=17 * i) for i, s in enumerate(shards)]
-    store = store_of(layout, fulls, 0)
-    for s, offset, full in zip(shards, layout.store.offsets, fulls, strict=True):
-        assert torch.equal(store[offset : offset + s.numel].view(s.shape), full)
 
 
 # -- round trips: full gradients to reduced shards

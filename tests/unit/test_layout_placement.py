@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -44,12 +44,6 @@ def process_group(backend: str, rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_the_last_mesh_axis_shards_and_the_others_replicate() -> None:
-    assert data_parallel_placements(1, 0) == (Shard(0),)
-    assert data_parallel_placements(1, 2) == (Shard(2),)
-    assert data_parallel_placements(2, 1) == (Replicate(), Shard(1))
-
-
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_every_rank_owns_the_shard_of_its_dtensor(mesh_shape: tuple[int, ...]) -> None:
     world_size, num_shards = torch.Size(mesh_shape).numel(), mesh_shape[-1]
@@ -73,18 +67,6 @@ def test_every_rank_owns_the_shard_of_its_dtensor(mesh_shape: tuple[int, ...]) -
                 assert torch.equal(piece[: expected.numel()].view(local_shape), expected)
 
 
-def test_a_dtensor_of_the_only_shard_is_the_full_tensor() -> None:
-    with process_group("gloo", 0, 1):
-        for mesh_shape in [(1,), (1, 1)]:
-            mesh = init_device_mesh("cpu", mesh_shape)
-            for shape, dim in SHAPES:
-                full = torch.randn(shape)
-                piece = torch.empty(full.numel())
-                take_shard(TensorShards(shape, dim, 1), full, 0, piece)
-                placements = data_parallel_placements(mesh.ndim, dim)
-                assert torch.equal(DTensor.from_local(piece.view(shape), mesh, placements).full_tensor(), full)
-
-
 def test_an_axis_is_strided_if_an_inner_axis_shards_the_same_dim() -> None:
     assert shard_within(0, [], []) == Shard(0)
     assert shard_within(0, [Replicate(), Shard(1)], [4, 2]) == Shard(0)
@@ -94,13 +76,6 @@ def test_an_axis_is_strided_if_an_inner_axis_shards_the_same_dim() -> None:
     assert shard_within(0, [_StridedShard(0, split_factor=3), Shard(0)], [2, 3]) == _StridedShard(0, split_factor=6)
     assert cuts(_StridedShard(1, split_factor=2), 1)
     assert not cuts(_StridedShard(1, split_factor=2), 0)
-
-
-def test_inner_placements_are_kept_last() -> None:
-    inner, sizes = (Shard(0), Replicate(), Shard(1)), (2, 3, 5)
-    assert data_parallel_placements(1, 2, inner, sizes) == (Shard(2), *inner)
-    assert data_parallel_placements(2, 0, inner, sizes) == (Replicate(), _StridedShard(0, split_factor=2), *inner)
-    assert data_parallel_placements(1, 1, inner, sizes) == (_StridedShard(1, split_factor=5), *inner)
 
 
 def read(

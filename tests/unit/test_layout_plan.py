@@ -76,39 +76,11 @@ def test_a_bucket_shards_its_parameters_by_their_specs(specs: tuple[ParameterSpe
 
 @FEWER
 @given(SPECS, OPTIONS)
-def test_messages_are_laid_out_in_their_own_dtype(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
-    for bucket in plan_group(specs, (options,)).buckets:
-        gather, itemsize = bucket.gather, bucket.compute_dtype.itemsize
-        assert_sent_layout(gather, itemsize)
-        full_lengths = [s.full_numel for s in gather.shards]
-        assert_disjoint_and_aligned(gather.places.offsets, full_lengths, gather.places.numel, itemsize)
-        assert_sent_layout(bucket.reduce, bucket.wire_dtype.itemsize)
-
-
-@FEWER
-@given(SPECS, OPTIONS)
 def test_exactly_the_trainable_parameters_are_reduced(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
     plan = plan_group(specs, (options,))
     for bucket in plan.buckets:
         assert [bucket.indices[k] for k in bucket.reduce.indices] == [i for i in bucket.indices if specs[i].trainable]
     assert plan.num_trainable == sum(len(bucket.reduce.indices) for bucket in plan.buckets)
-
-
-@FEWER
-@given(SPECS, OPTIONS)
-def test_a_gradient_that_must_be_cast_is_packed(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
-    for bucket in plan_group(specs, (options,)).buckets:
-        if bucket.reduce_dtype != bucket.compute_dtype:
-            assert bucket.reduce.zero_copy == ()
-
-
-@FEWER
-@given(SPECS)
-def test_a_gradient_in_the_dtype_of_the_reduction_is_zero_copy_if_possible(specs: tuple[ParameterSpec, ...]) -> None:
-    for bucket in plan_group(specs, (PlanOptions(2, 0, 0),)).buckets:
-        if bucket.reduce_dtype == bucket.compute_dtype:
-            even = [s.numel > 0 and s.concatenates and s.layout.is_even for s in bucket.reduce.shards]
-            assert list(bucket.reduce.zero_copy) == [k for k, zero_copy in enumerate(even) if zero_copy]
 
 
 @FEWER
@@ -139,32 +111,6 @@ def test_claimed_parameters_have_buckets_of_their_own_and_take_memory_if_they_ar
                 assert bucket.gather.zero_copy == ()
             assert bucket.unsharded_bytes == bucket.full_bytes * bucket.is_gathered
             assert bool(bucket.wire_bytes) == (bucket.is_gathered and bucket.full_bytes > 0)
-
-
-@FEWER
-@given(SPECS, OPTIONS)
-def test_sizes_in_bytes_are_elements_times_the_itemsize(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
-    plan = plan_group(specs, (options,))
-    for bucket in plan.buckets:
-        assert bucket.is_gathered
-        assert bucket.unsharded_bytes == bucket.gather.places.numel * bucket.compute_dtype.itemsize
-        assert bucket.wire_bytes == bucket.gather.wire_numel * bucket.compute_dtype.itemsize
-        assert bucket.shard_bytes == bucket.gather.store.numel * bucket.dtype.itemsize
-        payload = sum(options.num_shards * s.padded_numel for s in bucket.reduce.shards)
-        assert bucket.reduce.wire_numel >= payload
-        assert bucket.wire_dtype == bucket.sum_dtype == bucket.reduce_dtype
-    assert plan.unsharded_bytes == sum(bucket.unsharded_bytes for bucket in plan.buckets)
-
-
-@FEWER
-@given(SPECS, OPTIONS)
-def test_freezing_parameters_changes_no_shard_and_no_offset(
-    specs: tuple[ParameterSpec, ...], options: PlanOptions
-) -> None:
-    frozen = tuple(dataclasses.replace(spec, trainable=False) for spec in specs)
-    before, after = plan_group(specs, (options,)), plan_group(frozen, (options,))
-    assert [bucket.gather for bucket in before.buckets] == [bucket.gather for bucket in after.buckets]
-    assert after.num_trainable == sum(bucket.reduce.wire_numel for bucket in after.buckets) == 0
 
 
 @FEWER

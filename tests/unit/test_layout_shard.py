@@ -21,23 +21,6 @@ def test_the_ranges_of_all_ranks_in_order_tile_the_dim(length: int, n: int) -> N
 
 
 @given(st.integers(0, 200), st.integers(1, 17))
-def test_ranks_own_at_most_the_padded_shard_and_nothing_after_a_short_one(length: int, n: int) -> None:
-    layout = ShardLayout(length, n)
-    sizes = [len(layout.owned_by(r)) for r in range(n)]
-    full = sizes.count(layout.padded_shard)
-    assert sizes[:full] == [layout.padded_shard] * full
-    assert not any(sizes[full + 1 :])
-
-
-@given(st.integers(0, 200), st.integers(1, 17))
-def test_the_padded_length_is_the_smallest_multiple_that_holds_the_dim(length: int, n: int) -> None:
-    layout = ShardLayout(length, n)
-    assert layout.padded_length == layout.padded_shard * n
-    assert 0 <= layout.padded_length - length < n
-    assert layout.is_even == (length % n == 0)
-
-
-@given(st.integers(0, 200), st.integers(1, 17))
 def test_the_cut_is_the_one_of_torch_chunk(length: int, n: int) -> None:
     chunks = [tuple(chunk.tolist()) for chunk in torch.arange(length).chunk(n)]
     chunks += [()] * (n - len(chunks))  # torch omits empty chunks
@@ -51,14 +34,6 @@ def test_the_shards_of_all_ranks_are_the_chunks_of_the_tensor(shards: TensorShar
     assert shapes[: len(chunks)] == [tuple(chunk.shape) for chunk in chunks]
     assert all(shape[shards.dim] == 0 for shape in shapes[len(chunks) :])
     assert sum(map(prod, shapes)) == shards.numel
-
-
-@given(tensor_shards())
-def test_every_piece_holds_the_elements_of_its_rank(shards: TensorShards) -> None:
-    assert shards.padded_numel == prod(shards.padded_shape)
-    assert shards.shard_shape(0) == shards.padded_shape  # so no padded shard could be smaller
-    for rank in range(shards.num_shards):
-        assert prod(shards.shard_shape(rank)) <= shards.padded_numel
 
 
 @given(tensor_shards())
@@ -76,13 +51,6 @@ def test_contiguous_pieces_are_the_memory_of_the_tensor_plus_padding(shards: Ten
 @example(TensorShards((1, 5), 1, 2))
 def test_pieces_concatenate_only_if_all_dims_before_the_sharded_one_have_size_one(shards: TensorShards) -> None:
     assert shards.concatenates == all(length == 1 for length in shards.shape[: shards.dim])
-
-
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.data())
-def test_a_dim_counted_from_either_end_resolves_to_the_same_one(shape: list[int], data: st.DataObject) -> None:
-    dim = data.draw(st.integers(0, len(shape) - 1))
-    assert resolve_dim(dim, shape, "w") == dim
-    assert resolve_dim(dim - len(shape), shape, "w") == dim
 
 
 def test_a_scalar_has_no_dim_and_the_error_names_the_remedy() -> None:

@@ -204,7 +204,11 @@ def test_the_table_of_plugins_leaves_out_one_line_of_the_lists() -> None:
         shorter = without(source, plugin)
         assert len(source.splitlines()) == len(shorter.splitlines()) + 1
         assert plugin not in listed(shorter)
-    assert OWN.keys() <= set(listed(source))
+    assert OWN.keys() == set(listed(source)), "each plugin has a row of its tests"
+    for name in {*chain.from_iterable(OWN.values())}:
+        path, _, beginning = name.partition("::")
+        assert not beginning or f"def {beginning.partition('[')[0]}" in (PROJECT / path).read_text(), name
+        assert (PROJECT / path).exists(), name
     with pytest.raises(
         SystemExit, match=r"^there is no plugin 'Absent'\. The plugins are in_shared_memory, over_gloo, "
     ):

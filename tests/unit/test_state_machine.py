@@ -20,7 +20,6 @@ from composable_fsdp.errors import FSDPError, LifecycleError
 from composable_fsdp.plugins import Observer
 from tests._internals import (
     GRADIENT_TRANSITIONS,
-    HELD_GRADIENTS,
     LOCAL_GRADIENTS,
     PARAMETER_TRANSITIONS,
     GradientOperation,
@@ -110,42 +109,6 @@ def test_every_state_is_reached_from_the_first_and_leads_back_to_it(table: Table
 
 
 @pytest.mark.parametrize(
-    ("table", "operations"),
-    [(PARAMETER_TRANSITIONS, PO), (GRADIENT_TRANSITIONS, GO)],
-    ids=["parameters", "gradients"],
-)
-def test_every_operation_is_legal_somewhere(table: Table, operations: type[Enum]) -> None:
-    assert {operation for _, operation in table} == set(operations)
-
-
-@pytest.mark.parametrize("state", P)
-@pytest.mark.parametrize(("operation", "ends"), [(PO.UNSHARD, {P.UNSHARDING, P.UNSHARDED}), (PO.RESHARD, {P.SHARDED})])
-def test_unshard_and_reshard_are_legal_in_every_state(
-    state: ParameterState, operation: ParameterOperation, ends: set[ParameterState]
-) -> None:
-    assert advance(PARAMETER_TRANSITIONS, state, operation, "g") in ends
-
-
-@pytest.mark.parametrize("state", P)
-def test_unshard_and_then_wait_gives_unsharded_parameters_from_every_state(state: ParameterState) -> None:
-    unsharding = advance(PARAMETER_TRANSITIONS, state, PO.UNSHARD, "g")
-    assert advance(PARAMETER_TRANSITIONS, unsharding, PO.WAIT, "g") is P.UNSHARDED
-
-
-@pytest.mark.parametrize("state", G)
-def test_gradients_can_be_dropped_accumulated_and_ready_in_every_state(state: GradientState) -> None:
-    assert advance(GRADIENT_TRANSITIONS, state, GO.DROP, "g") is G.NONE
-    assert advance(GRADIENT_TRANSITIONS, state, GO.ACCUMULATE, "g") is G.ARRIVING
-    assert advance(GRADIENT_TRANSITIONS, state, GO.READY, "g") is G.LOCAL
-
-
-@pytest.mark.parametrize("state", G)
-def test_reduce_is_legal_in_every_state_and_sends_only_unsent_gradients(state: GradientState) -> None:
-    after = advance(GRADIENT_TRANSITIONS, state, GO.REDUCE, "g")
-    assert after is (G.REDUCING if state in HELD_GRADIENTS else state)
-
-
-@pytest.mark.parametrize(
     ("table", "state", "operation"),
     [(t, *row) for t in (PARAMETER_TRANSITIONS, GRADIENT_TRANSITIONS) for row in t if row[1] is not PO.SHRINK],
     ids=lambda value: value.name if isinstance(value, Enum) else "",
@@ -153,25 +116,6 @@ def test_reduce_is_legal_in_every_state_and_sends_only_unsent_gradients(state: G
 def test_operations_are_idempotent(table: Table, state: Enum, operation: Enum) -> None:
     once = advance(table, state, operation, "g")
     assert advance(table, once, operation, "g") is once
-
-
-@pytest.mark.parametrize("state", [P.SHARDED, P.UNSHARDING, P.SHRUNK])
-def test_only_unsharded_parameters_can_be_shrunk(state: ParameterState) -> None:
-    with pytest.raises(LifecycleError, match="SHRINK is not legal here"):
-        advance(PARAMETER_TRANSITIONS, state, PO.SHRINK, "g")
-
-
-@pytest.mark.parametrize("state", [P.SHARDED, P.SHRUNK])
-def test_a_gather_that_was_not_launched_is_not_waited_for(state: ParameterState) -> None:
-    with pytest.raises(LifecycleError, match="WAIT is not legal here"):
-        advance(PARAMETER_TRANSITIONS, state, PO.WAIT, "g")
-
-
-def test_gradients_that_accumulate_during_a_reduction_stay_local() -> None:
-    state = G.NONE
-    for operation in (GO.ACCUMULATE, GO.REDUCE, GO.ACCUMULATE, GO.COMPLETE):
-        state = advance(GRADIENT_TRANSITIONS, state, operation, "g")
-    assert state is G.ARRIVING
 
 
 @given(st.lists(st.sampled_from(PO)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -19,7 +18,6 @@ from torch import nn
 from composable_fsdp import fully_shard, trace
 from composable_fsdp.diagnostics import CommunicationReport, CommunicationRow, write_timeline
 from composable_fsdp.diagnostics.timeline import Lanes, draw_step, performed, straggler
-from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, TraceEvent
 from tests._internals import (
     Event,
@@ -198,14 +196,6 @@ def test_the_lanes_of_a_chrome_trace_do_not_overlap(tmp_path: Path) -> None:
             assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in pairwise(spans)), lane
 
 
-def test_a_picture_of_a_step_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
-    write_timeline(STEP, tmp_path / "t.png")
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigurationError, match=r"^there is no training step to draw: no forward with a backward"):
-        write_timeline(STEP[:3], tmp_path / "u.png")
-
-
 def test_a_picture_is_drawn_without_the_settings_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ``matplotlibrc`` in the current folder may have been sent, and latex runs what its preamble says."""
     matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
@@ -293,22 +283,6 @@ def test_the_command_merges_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "rank-00001.json").write_text("{}")
     damaged = run_command("timeline", tmp_path)
     assert (damaged.exit_code, f"error: {tmp_path / 'rank-00001.json'} cannot be read" in damaged.stderr) == (2, True)
-
-
-def test_times_of_steps_and_launches_are_linear() -> None:
-    """Launches that nobody waits for, and many steps."""
-
-    def seconds(count: int) -> float:
-        launches = [event("unshard", f"a{i}", i * 1e-6, i * 1e-6, 1) for i in range(count)]
-        waits = [event("wait", "b", 1 + i * 1e-6, 1 + i * 1e-6) for i in range(count)]
-        steps = [event(*one) for i in range(2, count) for one in (("forward", "", i, i), ("backward", "", i, i + 0.5))]
-        began = time.process_time()
-        lanes = performed([*launches, *waits, *steps])
-        assert lanes.summary()["steps"] == count - 2
-        assert lanes.typical < count
-        return time.process_time() - began
-
-    assert seconds(4000) < 8 * min(seconds(1000), seconds(1000)) + 0.2, "16 times if each looks at all others"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["forward", "backward", "wait", "unshard"]), st.integers(0, 3)), max_size=30))
