@@ -1,10 +1,11 @@
 """Policies that choose which modules of a model become parameter groups, and tied weights between groups."""
 
+from typing import NoReturn
+
 from composable_fsdp.wrap._plan import Group, Policy, Scope
 from composable_fsdp.wrap.wrap_policy import (
     PolicyLike,
     Predicate,
-    balanced,
     by_class,
     by_size,
     every_module,
@@ -17,9 +18,14 @@ __all__ = [
     "PolicyLike",
     "Predicate",
     "Scope",
-    "balanced",
     "by_class",
     "by_size",
     "every_module",
     "transformer_blocks",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name == "balanced":  # an AttributeError would lose its text in ``from ... import``
+        raise ImportError("wrap.balanced is gone: use transformer_blocks() or by_size(min_parameters).")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

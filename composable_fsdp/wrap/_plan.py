@@ -87,9 +87,6 @@ class Scope:
     def numel(self, module: nn.Module) -> int:
         return sum(p.numel() for p in self.parameters(module))
 
-    def nbytes(self, module: nn.Module) -> int:
-        return sum(p.numel() * p.element_size() for p in self.parameters(module))
-
     def group(self, modules: Sequence[nn.Module], overrides: Mapping[str, object] = _NO_OVERRIDES) -> Group:
         """Return a group of ``modules``, which are in this scope."""
         return Group(tuple(modules), tuple(self.modules[module] for module in modules), dict(overrides))

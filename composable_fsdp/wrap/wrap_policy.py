@@ -6,7 +6,7 @@ A policy is any object with ``plan(scope) -> Sequence[Group]``: see :class:`Poli
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ __all__ = [
     "PolicyLike",
     "Predicate",
     "as_policy",
-    "balanced",
     "by_class",
     "by_size",
     "every_module",
@@ -55,7 +54,7 @@ def as_policy(policy: object) -> Policy:
         return by_class(policy)
     if isinstance(policy, (set, frozenset, list, tuple)):
         return by_class(*policy)
-    if policy in (transformer_blocks, every_module, by_class, by_size, balanced):
+    if policy in (transformer_blocks, every_module, by_class, by_size):
         name = getattr(policy, "__name__", "")
         raise ConfigurationError(f"policy={name} is a function that makes a policy: call it, policy={name}(...).")
     if callable(policy):
@@ -114,7 +113,9 @@ def by_size(min_parameters: int) -> Policy:
 
     Elements of the groups inside a module do not count.
     """
-    _check_positive("by_size takes a positive number of parameters", min_parameters)
+    given: object = min_parameters
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ConfigurationError(f"by_size takes a positive number of parameters, not {given!r}.")
     return _Policy(partial(_by_size, min_parameters))
 
 
@@ -166,7 +167,7 @@ def _transformer_blocks(scope: Scope) -> list[Group]:
         raise ConfigurationError(
             f"transformer_blocks() found no repeated blocks in {type(scope.model).__name__}: no ModuleList, "
             "ModuleDict or Sequential in it has two modules of one class and of like shapes that hold 1 % of its "
-            "parameters. Name their class: policy={BlockClass}; or use balanced(target_bytes)."
+            "parameters. Name their class: policy={BlockClass}; or use by_size(min_parameters)."
         )
     return [scope.group([module]) for module in scope.modules if module in found]
 
@@ -195,73 +196,3 @@ def _have_similar_shapes(some: Counter[torch.Size], others: Counter[torch.Size])
     """Return whether parameters with at least half of the elements have the same shapes."""
     common, *whole = (sum(shape.numel() * count for shape, count in c.items()) for c in (some & others, some, others))
     return 2 * common >= max(whole)
-
-
-def balanced(target_bytes: int) -> Policy:
-    """Return a policy that makes groups of about equal size: small neighbours are merged, large modules are split.
-
-    Neighbours are modules that are registered one after the other, which should be the order in which they run. A
-    module that is larger than ``target_bytes`` and has no submodules, such as an embedding, is a group by itself.
-    Parameters that are registered on a split module stay with the model's own group.
-
-    Args:
-        target_bytes: the maximum size of a group of several modules: its full parameters, in their original dtypes.
-    """
-    _check_positive("balanced takes a positive number of bytes", target_bytes)
-    return _Policy(partial(_balanced, target_bytes))
-
-
-def _balanced(target_bytes: int, scope: Scope) -> list[Group]:
-    groups: list[Group] = []
-    run: list[tuple[nn.Module, int]] = []
-    for module, nbytes in _modules_up_to(target_bytes, scope).items():
-        if nbytes > target_bytes:
-            groups += [scope.group(part) for part in _split_evenly(run, target_bytes)]
-            groups.append(scope.group([module]))
-            run = []
-        else:
-            run.append((module, nbytes))
-    return groups + [scope.group(part) for part in _split_evenly(run, target_bytes)]
-
-
-def _modules_up_to(target_bytes: int, scope: Scope) -> dict[nn.Module, int]:
-    """Return the modules that are not split further, in order, with the bytes that no earlier module has."""
-    found: dict[nn.Module, int] = {}
-    covered = set[nn.Module]()
-    counted = set[nn.Parameter]()
-    visits = [scope.model]  # not recursive: a nested function would own itself, and the modules with it
-    while visits:
-        module = visits.pop()
-        if module in covered:
-            continue
-        opens = any(m in scope.modules for m in module.modules() if m is not module)
-        whole = not opens or scope.nbytes(module) <= target_bytes
-        if whole and module in scope.modules and module is not scope.model:
-            new = [p for p in scope.parameters(module) if p not in counted]
-            found[module] = sum(p.numel() * p.element_size() for p in new)
-            counted.update(new)
-            covered.update(module.modules())
-        else:
-            visits += reversed(list(module.children()))
-    return found
-
-
-def _split_evenly(run: Sequence[tuple[nn.Module, int]], most: int) -> Iterator[list[nn.Module]]:
-    """Yield ``run`` in as few consecutive parts as possible, about equal, none larger than ``most`` bytes."""
-    total = sum(nbytes for _, nbytes in run)
-    aim = total / max(1, -(-total // most))
-    part: list[nn.Module] = []
-    held = 0
-    for module, nbytes in run:
-        if part and (held + nbytes > most or held + nbytes / 2 > aim):
-            yield part
-            part, held = [], 0
-        part.append(module)
-        held += nbytes
-    if part:
-        yield part
-
-
-def _check_positive(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{what}, not {value!r}.")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import describe, fully_shard, tie_groups
-from composable_fsdp.wrap import PolicyLike, balanced, every_module, transformer_blocks
+from composable_fsdp.wrap import PolicyLike, every_module, transformer_blocks
 from tests._internals import Scope
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity
@@ -96,7 +96,6 @@ def shard_by_hand(model: Any) -> nn.Module:
 def train_tied() -> None:
     policies: dict[str, PolicyLike] = {
         "blocks": transformer_blocks(),
-        "balanced": balanced(20_000),
         "every module": every_module(),
     }
     for what, policy in policies.items():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, tie_groups
-from composable_fsdp.wrap import PolicyLike, balanced, by_class, by_size, every_module, transformer_blocks
+from composable_fsdp.wrap import PolicyLike, by_class, by_size, every_module, transformer_blocks
 from tests._internals import find_state, state_of
 from tests.helpers.models import TASKS, Block, Transformer, seeded
 from tests.helpers.run_ranks import run_ranks
@@ -27,7 +27,6 @@ POLICIES: dict[str, PolicyLike] = {
     "size": by_size(100),
     "every module": every_module(),
     "blocks": transformer_blocks(),
-    "balanced": balanced(3000),
 }
 
 
@@ -65,7 +64,7 @@ def test_every_policy_trains_with_parity_including_shared_weights(task: str) -> 
 
 
 def train_shared_modules() -> None:
-    for policy in ({nn.Linear}, every_module(), by_size(70), balanced(4 * 72)):
+    for policy in ({nn.Linear}, every_module(), by_size(70)):
         model = check_parity(
             seeded(Recurrent), play_task("chain"), shard=partial(fully_shard, policy=policy), what=str(policy)
         )
@@ -120,7 +119,7 @@ def initialise_alike(*, on_meta: bool) -> None:
             for parameter in module.parameters(recurse=False):
                 parameter.fill_(len(calls) + 100 * dist.get_rank())
 
-    for policy in ({Block, nn.Embedding, nn.Linear}, transformer_blocks(), balanced(1000)):
+    for policy in ({Block, nn.Embedding, nn.Linear}, transformer_blocks()):
         calls.clear()
         torch.manual_seed(dist.get_rank())
         with torch.device("meta" if on_meta else "cpu"):

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import MixedPrecisionPolicy, ShardingStrategy, describe, fully_shard, no_sync
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.wrap import balanced, by_class
+from composable_fsdp.wrap import by_class
 from tests.helpers.models import Block, Chain, Transformer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -96,7 +96,10 @@ def test_the_error_for_parameters_on_several_meshes_shows_all_of_them() -> None:
 
 def test_a_list_is_one_row_and_all_roots_are_named() -> None:
     model = nn.ModuleDict({"a": Chain(depth=3), "b": Chain(depth=3)})
-    fully_shard(model["a"], policy=balanced(2 * 72 * 4))
+    layers = model["a"].layers
+    fully_shard(list(layers[:2]))
+    fully_shard(layers[2])
+    fully_shard(model["a"])
     fully_shard(model["b"])
     groups = describe(model).groups
     assert [(g.names, g.classes, g.is_root) for g in groups] == [

@@ -521,7 +521,7 @@ def test_an_unknown_argument_is_a_type_error_as_for_any_function() -> None:
         fully_shard(nn.Linear(3, 3), **options)
 
 
-@pytest.mark.parametrize("name", ["transformer_blocks", "every_module", "by_class", "by_size", "balanced"])
+@pytest.mark.parametrize("name", ["transformer_blocks", "every_module", "by_class", "by_size"])
 def test_a_policy_that_was_not_called_is_refused(name: str) -> None:
     policy: Any = getattr(wrap, name)
     text = rf"^policy={name} is a function that makes a policy: call it, policy={name}\(\.\.\.\)\.$"

@@ -39,11 +39,11 @@ MOST_CODE = {
     "plan": 1046,
     "plugins": 5027,
     "testing": 235,
-    "wrap": 296,
+    "wrap": 253,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22143
+MOST_CODE_OF_ALL = 22100
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

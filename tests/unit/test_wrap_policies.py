@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
@@ -23,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, describe, fully_shard, tie_groups
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.wrap import balanced, by_class, by_size, every_module, transformer_blocks
+from composable_fsdp.wrap import by_class, by_size, every_module, transformer_blocks
 from tests._internals import Group, Scope, as_wrap_policy, plan_groups, state_of
 from tests.helpers.models import Block as TransformerBlock
 from tests.helpers.models import Chain, Transformer
@@ -208,40 +206,8 @@ def test_the_error_for_a_model_without_blocks_says_what_to_do() -> None:
     assert str(caught.value) == (
         "transformer_blocks() found no repeated blocks in Decoder: no ModuleList, ModuleDict or Sequential in it has "
         "two modules of one class and of like shapes that hold 1 % of its parameters. Name their class: "
-        "policy={BlockClass}; or use balanced(target_bytes)."
+        "policy={BlockClass}; or use by_size(min_parameters)."
     )
-
-
-# -- balanced
-
-
-def test_balanced_joins_small_adjacent_modules_and_leaves_large_ones_alone() -> None:
-    assert names(balanced(80 * BYTES), Decoder()) == ["embedding+blocks.0", "blocks.1+blocks.2", "norm+head", ""]
-    opened = ["embedding", "blocks.0.first", "blocks.0.second", "norm", "head", ""]
-    assert names(balanced(20 * BYTES), Decoder(1)) == opened
-    model = nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1000))
-    assert names(balanced(40 * BYTES), model) == ["0", "1+2", "3", ""]
-
-
-def test_balanced_counts_shared_modules_and_parameters_once() -> None:
-    shared = nn.Linear(2, 2)
-    model = nn.Sequential(nn.Sequential(shared, nn.Linear(2, 2)), shared, nn.Sequential(shared, nn.Linear(2, 2)))
-    assert names(balanced(6 * BYTES), model) == ["0.0", "0.1", "2.1", ""]
-    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    tied[1].weight = tied[0].weight
-    assert names(balanced(16 * BYTES), tied) == ["0+1", "2", ""]
-
-
-@given(sizes=st.lists(st.integers(1, 30), min_size=2, max_size=30), target=st.integers(1, 60))
-def test_balanced_groups_are_adjacent_modules_of_no_more_than_the_target(sizes: list[int], target: int) -> None:
-    model = nn.Sequential(*[nn.Linear(1, size, bias=False) for size in sizes], nn.Linear(1, 61, bias=False))
-    scope = Scope(model)
-    groups = plan_groups(balanced(target * BYTES), scope, OPTIONS)[:-1]
-    assert [int(name) for group in groups for name in group.names] == list(range(len(sizes) + 1))
-    held = [sum(map(scope.numel, group.modules)) for group in groups]
-    assert all(size <= target or len(group.modules) == 1 for size, group in zip(held, groups, strict=True))
-    if max(sizes) <= target:
-        assert len(groups) - 1 <= 2 * -(-sum(sizes) // target)
 
 
 # -- overrides and errors
@@ -317,8 +283,6 @@ def test_invalid_policies_are_refused(policy: object, message: str) -> None:
 def test_sizes_must_be_positive_ints(value: int) -> None:
     with pytest.raises(ConfigurationError, match=f"by_size takes a positive number of parameters, not {value}."):
         by_size(value)
-    with pytest.raises(ConfigurationError, match=f"balanced takes a positive number of bytes, not {value}."):
-        balanced(value)
 
 
 @pytest.fixture(autouse=True, scope="module")
