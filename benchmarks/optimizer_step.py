@@ -18,7 +18,7 @@ from report import parser, publish, ratios, spread
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composable_fsdp import clip_grad_norm_, fully_shard, local_optimizer
+from composable_fsdp import clip_grad_norm_, fully_shard, local_optimizer, set_local_steps
 
 WORLD = 2
 SIZES = {16: 200, 16384: 200, 1 << 20: 6}
@@ -64,6 +64,8 @@ def microseconds(variants: dict[str, Callable[[], Any]], rounds: int, count: int
 
 
 def steps(numel: int, option: str, rounds: int) -> dict[str, Any]:
+    set_local_steps(False)  # of the optimizer on DTensors
+
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, **OPTIONS[option])
 

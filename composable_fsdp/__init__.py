@@ -40,7 +40,7 @@ from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 from composable_fsdp.init.materialize import initialize, to_empty
 from composable_fsdp.init.random_shards import sharded_rng
 from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
-from composable_fsdp.optim.local_optimizer import local_optimizer
+from composable_fsdp.optim.local_optimizer import LocalSteps, local_optimizer, set_local_steps
 from composable_fsdp.optim.muon import Muon
 from composable_fsdp.optim.offload_optimizer import offload_optimizer, reload_optimizer
 from composable_fsdp.optim.owner_step import owner_step
@@ -96,6 +96,7 @@ __all__ = [
     "owner_step",
     "register_fsdp_forward_method",
     "reload_optimizer",
+    "set_local_steps",
     "set_wait_warning",
     "sharded_rng",
     "share_comm_ctx",
@@ -110,7 +111,7 @@ __version__ = "0.1.0"
 
 warn_of_newer_torch()
 
-OBSERVERS.append(TimelineRecorder())  # diagnostics stand above plugins
+OBSERVERS += TimelineRecorder(), LocalSteps()  # diagnostics and optimizers stand above plugins
 
 _attributes: Any = fully_shard
 _attributes.state = client_state  # as torch's has

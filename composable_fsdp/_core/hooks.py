@@ -178,6 +178,23 @@ def forget_step(step: BegunStep) -> None:
     vars(step.optimizer).pop(_BEGUN_ATTRIBUTE, None)
 
 
+_STEP_CODE = cast(Any, torch.optim.Optimizer.profile_hook_step(print)).__code__
+"""The code of torch's function around the steps of all optimizers, which calls the hooks."""
+
+
+def _step_frame() -> FrameType:
+    """Return the frame of the optimizer step that has called a hook. Dynamo runs it with code of its own.
+
+    In a compiled step the second hook is called by a frame for the part after a graph break, below that of the step.
+    """
+    frame = caller = sys._getframe(2)
+    while (frame.f_code.co_name, frame.f_code.co_filename) != (_STEP_CODE.co_name, _STEP_CODE.co_filename):
+        if frame.f_back is None:
+            return caller
+        frame = frame.f_back
+    return frame
+
+
 def _install_optimizer_hooks() -> Callable[[], None]:
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks, outside_callers_context():
@@ -185,20 +202,23 @@ def _install_optimizer_hooks() -> Callable[[], None]:
                 observer.before_step(optimizer)
             outer = _begun.get(id(optimizer))  # of a class whose step calls that of its base
             if outer is None or has_ended(outer.frame):
-                begun = vars(optimizer)[_BEGUN_ATTRIBUTE] = BegunStep(optimizer, sys._getframe(1))
+                begun = vars(optimizer)[_BEGUN_ATTRIBUTE] = BegunStep(optimizer, _step_frame())
                 _begun[id(optimizer)] = begun
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks, outside_callers_context():
             begun = _begun.get(id(optimizer))
-            is_outermost = begun is not None and begun.frame is sys._getframe(1)
+            is_outermost = begun is not None and begun.frame is _step_frame()
             if begun is not None and is_outermost:
                 forget_step(begun)
             _note_step(optimizer, is_outermost=is_outermost)
             for observer in OBSERVERS:
                 observer.after_step(optimizer)
 
-    handles = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
+    handles = (
+        register_optimizer_step_pre_hook(wrapped_hook(before_step)),
+        register_optimizer_step_post_hook(wrapped_hook(after_step)),
+    )
 
     def remove() -> None:
         for handle in handles:

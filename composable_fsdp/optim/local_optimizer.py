@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary, ref
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
-from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
+from composable_fsdp._core.hooks import sharded_parameters
+from composable_fsdp._core.params import local_part
+from composable_fsdp._core.seams import Observer
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._local_step import local_copies_of
+from composable_fsdp.optim._replaced_step import (
+    Step,
+    check_step,
+    class_step,
+    is_torch_step,
+    replace_step,
+    with_closure,
+)
 
-__all__ = ["ELEMENTWISE", "local_optimizer"]
+__all__ = ["ELEMENTWISE", "LocalSteps", "local_optimizer", "set_local_steps"]
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-Step = Callable[..., Any]
 
 ELEMENTWISE = frozenset(
     {
@@ -79,79 +86,6 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
     return optimizer
 
 
-def class_step(optimizer: Optimizer) -> Step:
-    """Return the step of the optimizer's class without hooks. Torch wraps the step of every class for its hooks."""
-    return cast(Step, cast(Any, type(optimizer)).step.__wrapped__)
-
-
-_updates: WeakKeyDictionary[Callable[..., Any], Step] = WeakKeyDictionary()
-"""The functions that the steps of single objects call, without hooks."""
-
-
-def update_of(optimizer: Optimizer, call: str) -> Step:
-    """Return the step without hooks: that of the class, or what another call has replaced it by before ``call`` does.
-
-    Raises:
-        ConfigurationError: somebody else has replaced it.
-    """
-    replaced = vars(optimizer).get("step")
-    if replaced is None:
-        return class_step(optimizer)
-    if replaced not in _updates:
-        raise ConfigurationError(
-            f"the step of this {type(optimizer).__name__} has been replaced already, by a learning-rate scheduler or "
-            f"another library. Call {call} before anything else gets the optimizer."
-        )
-    return _updates[replaced]
-
-
-def replace_step(optimizer: Optimizer, step_of: Step) -> None:
-    """Replace ``optimizer.step`` by ``step_of``, which takes the optimizer first. Hooks run around it as before."""
-    hooked = Optimizer.profile_hook_step(step_of)
-    # A reference cycle would keep the state alive until the next garbage collection.
-    itself, name = ref(optimizer), type(optimizer).__name__
-
-    @wraps(hooked)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        this = itself()
-        if this is None:
-            raise LifecycleError(
-                f"this step of {name} belongs to an object that is gone. Keep the optimizer, not only its step method."
-            )
-        return hooked(this, *args, **kwargs)
-
-    _updates[step] = step_of
-    cast(Any, step).__func__ = hooked  # learning-rate schedulers read it: they expect a bound method
-    cast(Any, optimizer).step = step
-
-
-def with_closure(update: Step, carry_out: Step) -> Step:
-    """Return a step like ``update`` that calls its closure, then ``carry_out(optimizer, **options)``.
-
-    The closure calls ``backward``, and ``zero_grad`` on the optimizer, so it comes before parameters are replaced.
-    """
-
-    @wraps(update)
-    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        if closure is None:
-            return carry_out(optimizer, **options)
-        with torch.enable_grad():
-            loss = closure()
-        carry_out(optimizer, **options)
-        return loss
-
-    return step
-
-
-def check_step(optimizer: Optimizer, call: str) -> None:
-    """Raise if the step of ``optimizer`` has been replaced before ``call`` replaces it."""
-    if "step" in vars(optimizer):
-        raise ConfigurationError(
-            f"the step of this {type(optimizer).__name__} has been replaced already, by a learning-rate scheduler or "
-            f"an earlier call. Call {call} once, before anything else gets the optimizer."
-        )
-
-
 def _check(optimizer: Optimizer, elementwise: bool) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(f"local_optimizer takes an optimizer, such as torch.optim.SGD(...), not {optimizer!r}.")
@@ -167,7 +101,7 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
             f"{kind.__name__} is not known to be element-wise. If what it does to an element depends on no other "
             "element, pass elementwise=True; otherwise use it as it is."
         )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
+    if _is_differentiable(optimizer):
         raise ConfigurationError(
             f"{kind.__name__} was made with differentiable=True, but what happens to local shards is not on autograd's "
             "graph. Use it as it is."
@@ -175,11 +109,58 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
     check_step(optimizer, "local_optimizer")
 
 
-def _on_shards(update: Step) -> Step:
+def _is_differentiable(optimizer: Optimizer) -> bool:
+    return any(group.get("differentiable") for group in optimizer.param_groups)
+
+
+def _on_shards(update: Step, *, unasked: bool = False) -> Step:
     """Return ``update``, the step of an optimizer's class, with local copies in place of sharded parameters."""
 
     def carry_out(optimizer: Optimizer, **options: Any) -> Any:
+        if unasked and not _are_on:
+            return update(optimizer, **options)
         with local_copies_of(optimizer):
             return update(optimizer, **options)
 
     return with_closure(update, carry_out)
+
+
+# -- without being asked
+
+_are_on: bool = True
+_SEEN_ATTRIBUTE = "_composable_fsdp_seen"
+"""The attribute of optimizers whose step was replaced, or is not to be. Copies and pickles do not have it."""
+
+
+def set_local_steps(enabled: bool) -> None:
+    """Choose whether torch's optimizers step on local shards by themselves, from their second step on.
+
+    They do by default if all of their sharded parameters are in host memory. The optimizers are those that
+    ``local_optimizer`` takes without ``elementwise``. Results and state are bitwise the same.
+
+    Args:
+        enabled: False makes all of them step on DTensors again, those too that have stepped on local shards. Those of
+            ``local_optimizer`` stay as they are.
+    """
+    global _are_on
+    _are_on = enabled
+
+
+class LocalSteps(Observer):
+    """Makes torch's element-wise optimizers step on local shards. The first step makes the state, on DTensors.
+
+    A pair of hooks around the step would not do: torch skips those after a step that raises, and the parameters would
+    stay replaced.
+    """
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if _are_on and type(optimizer) in ELEMENTWISE and _SEEN_ATTRIBUTE not in vars(optimizer):
+            vars(optimizer)[_SEEN_ATTRIBUTE] = True
+            sharded = [local_part(parameter) for parameter, _ in sharded_parameters(optimizer)]
+            on_host = bool(sharded) and all(shard.device.type == "cpu" for shard in sharded)
+            if (
+                on_host
+                and is_torch_step(optimizer)
+                and not any(group.get("differentiable") for group in optimizer.param_groups)
+            ):
+                replace_step(optimizer, _on_shards(class_step(optimizer), unasked=True), unasked=True)

@@ -23,7 +23,7 @@ from composable_fsdp._core.mesh import as_dtensor_at_zero
 from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._owner_exchange import is_planned
-from composable_fsdp.optim.local_optimizer import Step, replace_step, update_of, with_closure
+from composable_fsdp.optim._replaced_step import Step, replace_step, update_of, with_closure
 
 __all__ = ["offload_optimizer", "reload_optimizer"]
 

@@ -28,7 +28,7 @@ from composable_fsdp.optim._owner_exchange import (
 )
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim._owner_units import Slot, Tiling, Unit, tiling_of
-from composable_fsdp.optim.local_optimizer import Step, check_step, class_step, replace_step, with_closure
+from composable_fsdp.optim._replaced_step import Step, check_step, class_step, replace_step, with_closure
 
 __all__ = ["matrix_cost", "owner_step"]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
@@ -15,13 +17,20 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
+from composable_fsdp._core.hooks import sharded_parameters
+from composable_fsdp._core.params import find_parameter, local_part
 from composable_fsdp._core.seams import HOOK_FRAMES, HookHandles, Observer
 from composable_fsdp._core.state import FSDPState
+from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["DynamoDisabled", "ManagedModules"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+_DISABLED: set[CodeType] = set()
+"""The code of functions of ``torch.compiler.disable``."""
 
 
 class DynamoDisabled(Generic[P, R]):
@@ -40,7 +49,8 @@ class DynamoDisabled(Generic[P, R]):
             return self._function(*args, **kwargs)
         if self._disabled is None:
             self._disabled = torch.compiler.disable(self._function, recursive=True)
-            HOOK_FRAMES.add(cast(Any, self._disabled).__code__)
+            _DISABLED.add(cast(Any, self._disabled).__code__)
+            HOOK_FRAMES.update(_DISABLED)
         return self._disabled(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DynamoDisabled[P, R]:
@@ -64,3 +74,20 @@ class ManagedModules(Observer):
         for module in modules:
             for each in module.modules():
                 vars(each).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a compiled step of parameters that Dynamo cannot trace, before it fails without their names.
+
+        Raises:
+            ConfigurationError: the local shard of a parameter does not begin where its storage does.
+        """
+        if sys._getframe(2).f_code not in _DISABLED or "step" in vars(optimizer):
+            return
+        for parameter, _ in sharded_parameters(optimizer):
+            if parameter.storage_offset() != local_part(parameter).storage_offset():
+                kind, name = type(optimizer).__name__, find_parameter(parameter)
+                raise ConfigurationError(
+                    f"torch.compile cannot trace the step of this {kind}: parameter {name and name.name!r} is a part "
+                    "of the flat shard of its group. Call optimizer.step() itself. From its second step on, or at once "
+                    "after composable_fsdp.local_optimizer(optimizer), it is as fast as on plain tensors."
+                )

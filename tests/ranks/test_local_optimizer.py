@@ -1,4 +1,7 @@
-"""Test that ``local_optimizer`` is bitwise identical to the optimizer on DTensors and has the same interface."""
+"""Test that steps on local shards are bitwise those on DTensors, with the same interface.
+
+Each case has an optimizer of ``local_optimizer``, and one of torch that steps on local shards without being asked.
+"""
 
 from __future__ import annotations
 
@@ -121,23 +124,37 @@ def assert_same_state(ours: Any, expected: Any, what: str) -> None:
         assert_same_tensor(ours, expected, what)
 
 
+ASKED = pytest.mark.parametrize("asked", [True, False], ids=["local_optimizer", "unasked"])
+
+
+def on_shards(optimizer: Optimizer, asked: bool) -> Optimizer:
+    return local_optimizer(optimizer) if asked else optimizer
+
+
+def on_dtensors(optimizer: Optimizer) -> Optimizer:
+    """Make ``optimizer`` one of a subclass, which is not known to be element-wise."""
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (kind,), {})
+    return optimizer
+
+
 def pair(
-    make: Make, dtype: torch.dtype = torch.float32
+    make: Make, asked: bool, dtype: torch.dtype = torch.float32
 ) -> tuple[tuple[nn.Module, nn.Module], tuple[Optimizer, Optimizer]]:
-    """Return two equal sharded models, with a local optimizer for the first and a plain one for the second."""
+    """Return two equal sharded models, with an optimizer of local shards for the first, of DTensors for the second."""
     models = (build().to(dtype), build().to(dtype))
     for model in models:
         fully_shard(model)
-    return models, (local_optimizer(make(models[0].parameters())), make(models[1].parameters()))
+    return models, (on_shards(make(models[0].parameters()), asked), on_dtensors(make(models[1].parameters())))
 
 
 def adamw(parameters: Iterable[Any]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
-def compare_variants(name: str, dtype: torch.dtype) -> None:
+def compare_variants(name: str, dtype: torch.dtype, asked: bool) -> None:
     for options in VARIANTS[name]:
-        models, optimizers = pair(partial(getattr(torch.optim, name), **options), dtype)
+        models, optimizers = pair(partial(getattr(torch.optim, name), **options), asked, dtype)
         for step in range(4):
             for model, optimizer in zip(models, optimizers, strict=True):
                 optimizer.zero_grad()
@@ -151,8 +168,9 @@ def compare_variants(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.behaviour("C-01", "C-05")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_element_wise_optimizer_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    run_ranks(compare_variants, 2, name, dtype)
+@ASKED
+def test_every_element_wise_optimizer_gives_the_same_bits(name: str, dtype: torch.dtype, asked: bool) -> None:
+    run_ranks(compare_variants, 2, name, dtype, asked)
 
 
 def compare_with_plain_shards(name: str) -> None:
@@ -184,7 +202,7 @@ def test_optimizer_variants_without_dtensor_support_equal_plain_shards_bitwise(n
     run_ranks(compare_with_plain_shards, 2, name)
 
 
-def step_tensor_parallel(options: dict[str, Any]) -> None:
+def step_tensor_parallel(options: dict[str, Any], asked: bool) -> None:
     mesh = named_mesh(dp=2, tp=2)
     models = (PAIRS.build(), PAIRS.build())
     for model in models:
@@ -193,8 +211,8 @@ def step_tensor_parallel(options: dict[str, Any]) -> None:
         for layer in model.get_submodule("layers").children():
             fully_shard(layer, mesh=mesh["dp"])
     parameters = [[p for p in model.parameters() if isinstance(p, DTensor)] for model in models]
-    ours = local_optimizer(torch.optim.AdamW(parameters[0], **options))
-    optimizers = ours, torch.optim.AdamW(parameters[1], **options)
+    ours = on_shards(torch.optim.AdamW(parameters[0], **options), asked)
+    optimizers = ours, on_dtensors(torch.optim.AdamW(parameters[1], **options))
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
@@ -205,8 +223,9 @@ def step_tensor_parallel(options: dict[str, Any]) -> None:
 
 @pytest.mark.behaviour("C-02")
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_shards_of_tensor_parallel_parameters(options: dict[str, Any]) -> None:
-    run_ranks(step_tensor_parallel, 4, options)
+@ASKED
+def test_shards_of_tensor_parallel_parameters(options: dict[str, Any], asked: bool) -> None:
+    run_ranks(step_tensor_parallel, 4, options, asked)
 
 
 def step_unusual_tensors() -> None:
@@ -243,9 +262,9 @@ def test_plain_and_unusual_parameters_are_updated_as_before() -> None:
     run_ranks(step_unusual_tensors, 2)
 
 
-def use_schedulers_and_hooks() -> None:
+def use_schedulers_and_hooks(asked: bool) -> None:
     """Check that a scheduler, hooks, closures, accumulation and a group added later behave the same."""
-    models, optimizers = pair(adamw)
+    models, optimizers = pair(adamw, asked)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
     seen: list[list[object]] = [[], []]
 
@@ -280,13 +299,63 @@ def use_schedulers_and_hooks() -> None:
 
 @pytest.mark.behaviour("C-01")
 @pytest.mark.filterwarnings("error")
-def test_schedulers_hooks_closures_and_groups_work_unchanged() -> None:
-    run_ranks(use_schedulers_and_hooks, 2)
+@ASKED
+def test_schedulers_hooks_closures_and_groups_work_unchanged(asked: bool) -> None:
+    run_ranks(use_schedulers_and_hooks, 2, asked)
 
 
-def save_and_load(full: bool) -> None:
+def step_with_scaler(fused: bool, asked: bool) -> None:
+    models, optimizers = pair(partial(torch.optim.AdamW, fused=fused), asked)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in optimizers]
+    for step in range(4):
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+            scaler.scale(model(inputs * (float("inf") if step == 1 else 1)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert_same(models, optimizers, f"fused={fused}")
+
+
+@pytest.mark.behaviour("C-11")
+@pytest.mark.parametrize("fused", [False, True])
+@ASKED
+def test_scaled_losses_skip_the_same_steps(fused: bool, asked: bool) -> None:
+    run_ranks(step_with_scaler, 2, fused, asked)
+
+
+def step_in_backward(asked: bool) -> None:
+    models = build(), build()
+    for model in models:
+        fully_shard(model)
+    made: tuple[list[Optimizer], list[Optimizer]] = ([], [])
+    wraps: list[Callable[[Optimizer], Optimizer]] = [partial(on_shards, asked=asked), on_dtensors]
+    for model, optimizers, wrap in zip(models, made, wraps, strict=True):
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            optimizers.append(wrap(adamw([parameter])))
+
+            def step(parameter: torch.Tensor, optimizer: Optimizer = optimizers[-1]) -> None:
+                optimizer.step()
+                parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(step)
+    for step_index in range(3):
+        for model in models:
+            backward(model, step_index)
+    for ours, expected in zip(*made, strict=True):
+        assert_same(models, (ours, expected))
+
+
+@pytest.mark.behaviour("C-12")
+@ASKED
+def test_a_local_optimizer_steps_inside_backward(asked: bool) -> None:
+    run_ranks(step_in_backward, 2, asked)
+
+
+def save_and_load(full: bool, asked: bool) -> None:
     """Save and load by torch's functions, which initialise the state of a new optimizer by a step."""
-    models, optimizers = pair(adamw)
+    models, optimizers = pair(adamw, asked)
     for model, optimizer in zip(models, optimizers, strict=True):
         backward(model)
         optimizer.step()
@@ -294,7 +363,7 @@ def save_and_load(full: bool) -> None:
     loading = StateDictOptions(full_state_dict=full, strict=False)  # unused parameters have no state
     saved = [get_optimizer_state_dict(m, o, options=options) for m, o in zip(models, optimizers, strict=True)]
     assert_same_state(saved[0]["state"], saved[1]["state"], "saved")
-    others, fresh = pair(adamw)
+    others, fresh = pair(adamw, asked)
     for model, optimizer, state in zip(others, fresh, saved, strict=True):
         set_optimizer_state_dict(model, optimizer, state, options=loading)
     assert_same(others, fresh, "loaded")
@@ -306,13 +375,14 @@ def save_and_load(full: bool) -> None:
 
 @pytest.mark.behaviour("F-09")
 @pytest.mark.parametrize("full", [False, True])
-def test_state_is_saved_and_loaded_as_dtensors(full: bool) -> None:
-    run_ranks(save_and_load, 2, full)
+@ASKED
+def test_state_is_saved_and_loaded_as_dtensors(full: bool, asked: bool) -> None:
+    run_ranks(save_and_load, 2, full, asked)
 
 
-def replace_memory() -> None:
+def replace_memory(asked: bool) -> None:
     """Check that the optimizer updates shards that ``assign`` or ``to_empty`` have replaced."""
-    models, optimizers = pair(adamw)
+    models, optimizers = pair(adamw, asked)
     for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):
             state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -332,5 +402,6 @@ def replace_memory() -> None:
 
 
 @pytest.mark.behaviour("F-04")
-def test_a_local_optimizer_follows_replaced_memory() -> None:
-    run_ranks(replace_memory, 2)
+@ASKED
+def test_a_local_optimizer_follows_replaced_memory(asked: bool) -> None:
+    run_ranks(replace_memory, 2, asked)

@@ -28,22 +28,22 @@ MOST_CODE = {
     ".": 395,
     "_api": 1022,
     "_consistency": 1046,
-    "_core": 5959,
+    "_core": 5970,
     "checkpoint": 3767,
     "cli": 477,
     "codecs": 408,
     "diagnostics": 668,
     "init": 292,
     "interop": 41,
-    "optim": 1464,
+    "optim": 1514,
     "plan": 1046,
-    "plugins": 5027,
+    "plugins": 5040,
     "testing": 235,
     "wrap": 253,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22100
+MOST_CODE_OF_ALL = 22174
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

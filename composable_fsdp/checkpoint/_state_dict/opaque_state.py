@@ -31,7 +31,7 @@ from composable_fsdp.checkpoint._coordination import said
 from composable_fsdp.checkpoint._state_dict.inner_tensors import can_be_cut, context_of, inner_of
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.optim.local_optimizer import class_step
+from composable_fsdp.optim._replaced_step import class_step
 
 
 class Piece(NamedTuple):

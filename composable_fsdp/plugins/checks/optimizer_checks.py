@@ -105,7 +105,7 @@ def _warn_of_low_precision(optimizer: torch.optim.Optimizer, parameters: Sequenc
         f"and compute in {dtype} with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype})). If "
         "it is meant so, filter this composable_fsdp.errors.LowPrecisionWarning.",
         LowPrecisionWarning,
-        stacklevel=6,
+        stacklevel=7,
     )
 
 
@@ -131,7 +131,7 @@ def _warn_of_state_without_checkpoints(optimizer: torch.optim.Optimizer) -> None
                 f"{type(optimizer).__name__} keeps {key!r} of parameter {name} as a {kind.__module__}."
                 f"{kind.__qualname__}, so no checkpoint can be saved: {reason}.",
                 UnsavableStateWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
 
 
