@@ -387,15 +387,16 @@ def _draw_lanes(axes: Axes, lanes: Lanes, number: int, begin: float, end: float)
         inside = [each for each in lanes.lane(lane) if each.end > begin and each.begin < end]
         shown = [(max(each.begin, begin), min(each.end, end)) for each in inside]
         bars = [(1e3 * (first - begin), 1e3 * (last - first)) for first, last in shown]
+        labelled = 0.0  # waits of a damaged file may overlap
         axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.4)
         for each, (left, width) in zip(inside, bars, strict=True):
             label = each.name.removeprefix(f"{lane} ")
-            if len(label) * 1e3 * (end - begin) <= _LETTERS_PER_WIDTH * width:
+            if left >= labelled and len(label) * 1e3 * (end - begin) <= _LETTERS_PER_WIDTH * width:
+                labelled = left + width
                 text = axes.text(left + width / 2, row, label, fontsize=_FONT_SIZE, parse_math=False)
                 text.set(ha="center", va="center", clip_on=True)
-    for each in lanes.lane(PASSES):
-        if begin <= each.end <= end:
-            axes.axvline(1e3 * (each.end - begin), color="grey", linewidth=0.6, linestyle=":")
+    ends = [1e3 * (each.end - begin) for each in lanes.lane(PASSES) if begin <= each.end <= end]
+    axes.vlines(ends, 0, 1, "grey", ":", linewidth=0.6, transform=axes.get_xaxis_transform())
     axes.set_yticks(range(len(_COLORS)), _COLORS, fontsize=_FONT_SIZE)
     axes.tick_params(axis="x", labelsize=_FONT_SIZE)
     axes.invert_yaxis()

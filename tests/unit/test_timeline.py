@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +195,32 @@ def test_the_lanes_of_a_chrome_trace_do_not_overlap(tmp_path: Path) -> None:
             spans = [e for e in events if e["ph"] == "X" and (e["pid"], e["cat"]) == (process, lane)]
             assert spans, lane
             assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in pairwise(spans)), lane
+
+
+def test_a_picture_of_overlapping_slices_has_few_texts_and_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged file may have any number of waits and passes in a step; each text and line took 0.5 ms."""
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    made: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        plain = getattr(axes, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            made.append(name)
+            return plain(*arguments, **options)
+
+        return call
+
+    for name in ("text", "vlines", "axvline"):
+        monkeypatch.setattr(axes, name, counted(name))
+    waits = [event("wait", "a", 1.0, 5.0 + number / 1000) for number in range(100)]
+    passes = [event("backward", "", 6.0, 7.0 + number / 1000) for number in range(100)]
+    draw_step(tmp_path / "step.png", [performed([event("forward", "", 0.0, 6.0), *waits, *passes])])
+    assert made.count("axvline") == 0
+    assert made.count("vlines") == 1
+    assert made.count("text") < 6, "one for each lane"
 
 
 def test_a_picture_is_drawn_without_the_settings_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
