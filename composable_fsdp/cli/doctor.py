@@ -19,6 +19,7 @@ from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._consistency.rendezvous import StoreRendezvous
 from composable_fsdp._consistency.verify_ranks import library_version
 from composable_fsdp.cli import printing
+from composable_fsdp.diagnostics.recorded_events import MOST_RANKS
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plugins.shared_memory.connect import host_identity
 
@@ -27,6 +28,8 @@ __all__ = ["Finding", "add_commands", "check_launch", "check_ranks", "check_vers
 _LEAVE_SECONDS = 5.0
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMEL = 1 << 20
+_MOST = {"MASTER_PORT": 1 << 16}
+"""Bounds of variables that are no numbers of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +152,9 @@ def check_launch(environment: Mapping[str, str]) -> Iterator[Finding]:
     ranks = (_number(environment, "RANK", 0),)
     problems = [f"{name} is not set" for name in _NEEDED if name not in environment]
     problems += [
-        f"{name}={environment[name]} is not a number"
+        f"{name}={environment[name][:50]} is not a number below {_MOST.get(name, MOST_RANKS)}"
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-        if name in environment and not environment[name].isdecimal()
+        if name in environment and _number(environment, name, -1) < 0
     ]
     for low, high in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         first, second = _number(environment, low, 0), _number(environment, high, 1 << 62)
@@ -197,8 +200,9 @@ def _grouped(by_rank: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name, "")
-    return int(text) if text.isdecimal() else default
+    """Return a variable, or ``default`` if it is missing, no number, or larger than any that a job has."""
+    text, most = environment.get(name, ""), _MOST.get(name, MOST_RANKS)
+    return int(text) if text.isdecimal() and len(text) < 10 and int(text) < most else default
 
 
 def _show(found: Sequence[Finding]) -> None:

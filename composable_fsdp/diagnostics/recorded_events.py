@@ -32,13 +32,13 @@ from composable_fsdp._files import read_text, replace_file
 from composable_fsdp.errors import ConfigurationError, printable
 from composable_fsdp.trace import Operation, TraceEvent
 
-__all__ = ["RecordedEvents", "TimelineRecorder", "decode", "file_name", "read", "write"]
+__all__ = ["MOST_RANKS", "RecordedEvents", "TimelineRecorder", "decode", "file_name", "read", "write"]
 
 _VARIABLE = "COMPOSABLE_FSDP_TIMELINE"
 _KEPT_EVENTS = 20_000
 """The last events that are kept. A group has about ten in a step: these are 20 steps of a model with 100 groups."""
 _FORMAT = 5
-_MOST_RANKS = 10**6
+MOST_RANKS = 10**6
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def decode(text: str) -> RecordedEvents:
     if values["format"] != _FORMAT:
         raise ValueError(f"format {values['format']}, which this version does not know: it reads {_FORMAT}")
     _check(values, _FILE)
-    if not values["rank"] < values["world_size"] <= _MOST_RANKS:
+    if not values["rank"] < values["world_size"] <= MOST_RANKS:
         raise ValueError(f"it is of rank {values['rank']} of {values['world_size']}")
     events = [_event(each, f"events: entry {number}: ") for number, each in enumerate(values["events"])]
     return RecordedEvents(values["rank"], values["attempt"], float(values["written"]), float(values["clock"]), events)

@@ -27,8 +27,11 @@ def test_a_launch_by_torchrun_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"RANK": "first"}, "RANK=first is not a number"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT=http is not a number"),
+        ({"RANK": "first"}, "RANK=first is not a number below 1000000"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http is not a number below 65536"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a number below 65536"),
+        ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE={'9' * 50} is not a number below 1000000"),
+        ({"LOCAL_WORLD_SIZE": str(1 << 64)}, "LOCAL_WORLD_SIZE=18446744073709551616 is not a number below 1000000"),
         ({"RANK": "4"}, "RANK=4 must be less than WORLD_SIZE=4"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be less than LOCAL_WORLD_SIZE=2"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),

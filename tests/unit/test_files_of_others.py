@@ -321,6 +321,23 @@ def test_a_file_that_another_rank_made_is_no_link(tmp_path: Path) -> None:
         folder.close()
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_permissions_of_all_that_is_written_are_those_of_the_umask(tmp_path: Path, umask: int) -> None:
+    previous = os.umask(umask)
+    try:
+        model, optimizer = trained()
+        for step in (1, 2):
+            save(tmp_path / "checkpoints", model, optimizer, step=step)
+        save_safetensors(model, tmp_path / "one")
+        save_safetensors(model, tmp_path / "many", max_file_bytes=1)
+        _files.replace_file(tmp_path / "timeline.json", "")
+    finally:
+        os.umask(previous)
+    found = {path: path.lstat().st_mode & 0o7777 for path in tmp_path.rglob("*")}
+    assert len(found) > 15
+    assert found == {path: (0o777 if path.is_dir() else 0o666) & ~umask for path in found}
+
+
 def test_a_hub_cache_is_read_and_other_links_are_not(tmp_path: Path) -> None:
     snapshot, blob = tmp_path / "models--a" / "snapshots" / "1", tmp_path / "models--a" / "blobs" / "0123"
     for each in (snapshot, blob.parent):
