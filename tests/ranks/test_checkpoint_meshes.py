@@ -18,8 +18,12 @@ from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.run_ranks import run_ranks
 
 
-def mixture(placement: Any, expert_of_rank: Any) -> nn.Module:
-    """Return a dense layer on all ranks and an ``expert`` on half of them, with the value ``expert_of_rank(index)``."""
+def mixture(placement: Any, expert_of_rank: Any, *, dense_on: str = "all") -> nn.Module:
+    """Return a dense layer on all ranks and an ``expert`` on half of them, with the value ``expert_of_rank(index)``.
+
+    With ``dense_on="data"`` the dense layer is on the same half; with ``"expert"``, on one rank of each half.
+    """
+    torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
     model = nn.Sequential(nn.Linear(3, 3))
     model.add_module("expert", nn.Linear(5, 4))
@@ -27,7 +31,8 @@ def mixture(placement: Any, expert_of_rank: Any) -> nn.Module:
         nn.init.constant_(parameter, expert_of_rank(mesh.get_local_rank("expert")))
     own = set(model.get_submodule("expert").parameters())
     apart = ShardPlacementResult(placement, mesh["data"])
-    return fully_shard(model, mesh=mesh._flatten("all"), shard_placement_fn=lambda p: apart if p in own else None)
+    dense = mesh._flatten("all") if dense_on == "all" else mesh[dense_on]
+    return fully_shard(model, mesh=dense, shard_placement_fn=lambda p: apart if p in own else None)
 
 
 def values(model: nn.Module) -> list[torch.Tensor]:
@@ -53,6 +58,24 @@ def experts(folder: Path) -> None:
             fresh = mixture(placement, lambda index: index)
             loads(fresh)
             assert all(map(torch.equal, values(fresh), expected))
+
+
+def experts_on_as_many_ranks_as_dense_layers(folder: Path) -> None:
+    for dense_on in ("data", "expert"):
+        for call in (lambda m: save(folder / "no", m), lambda m: save_safetensors(m, folder / "no")):
+            with all_ranks_raise("expert.* on several meshes, with other values on rank 1 than on rank 0"):
+                call(mixture(None, lambda index: index, dense_on=dense_on))
+        alike = mixture(None, lambda index: 7, dense_on=dense_on)
+        expected = values(alike)
+        save(folder / dense_on, alike)
+        fresh = mixture(None, lambda index: index, dense_on=dense_on)
+        load(folder / dense_on, fresh)
+        assert all(map(torch.equal, values(fresh), expected))
+
+
+@pytest.mark.behaviour("F-07")
+def test_experts_on_as_many_ranks_as_dense_layers_are_compared_too(tmp_path: Path) -> None:
+    run_ranks(experts_on_as_many_ranks_as_dense_layers, 4, tmp_path)
 
 
 @pytest.mark.behaviour("F-07")

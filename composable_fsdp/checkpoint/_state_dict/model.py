@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -319,16 +320,17 @@ def on_all_ranks(model: nn.Module, call: Callable[[], T], *, from_rank0: bool = 
 
 
 def check_meshes(ranks: RankGroup, what: str, parts: Mapping[str, LocalShard]) -> None:
-    """Raise on all ``ranks`` if parameters of one name are on several smaller meshes, with other values on each.
+    """Raise on all ``ranks`` if parameters of one name are on several meshes, with other values on each.
 
     A checkpoint has one tensor of each name, so it would have the values of one mesh. Values are compared only if there
-    are several meshes.
+    are several meshes. A mesh of all ranks is the only one of its parameters.
     """
-    smaller = OwnerRanks.of((part.value, part.sharding) for part in parts.values()).smaller_meshes
     meshes = {key: part.value.device_mesh for key, part in parts.items() if isinstance(part.value, DTensor)}
-    own = {key: mesh.mesh.flatten().tolist() for key, mesh in meshes.items() if mesh in smaller}
+    own = {
+        key: zlib.crc32(repr(mesh.mesh.tolist()).encode()) for key, mesh in meshes.items() if mesh.size() < ranks.size
+    }
 
-    def on_several(found: list[dict[str, list[int]]]) -> set[str]:
+    def on_several(found: list[dict[str, int]]) -> set[str]:
         first = {key: mesh for each in found for key, mesh in each.items()}
         return {key for each in found for key, mesh in each.items() if mesh != first[key]}
 
