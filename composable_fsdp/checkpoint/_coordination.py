@@ -280,26 +280,38 @@ class _JobRanks:
 _job_ranks: WeakKeyDictionary[dist.ProcessGroup, _JobRanks] = WeakKeyDictionary()
 
 
-def meet(describe: Callable[[], str], timeout: float) -> RankGroup:
+Arguments = tuple[Sequence[object], Mapping[str, object]]
+"""The arguments of a call that must be equal on all ranks, by position and by keyword."""
+
+
+def meet(function: Callable[..., object], check: Callable[[], Arguments], timeout: float) -> RankGroup:
     """Wait until all ranks of the default process group have made the same call, and their earlier save has ended.
 
-    ``describe`` checks the arguments of the call, and returns its text. If it raises, the other ranks are told.
+    ``check`` checks the arguments of ``function``, and returns them. If it raises, the other ranks are told.
 
     An asynchronous save exchanges messages over the same group in a thread, so it has to end first.
 
     Raises:
-        CheckpointError: ranks did not come in time or made another call; the text names them on every rank that came.
-            Or the earlier save failed and its error has not been raised yet.
-        Exception: ``describe`` raised it, on all ranks alike.
+        CheckpointError: ranks did not come in time or made another call, also one with other arguments. The text shows
+            the call of each on every rank that came, without keyword arguments that are the default. Or the earlier
+            save failed and its error has not been raised yet.
+        Exception: ``check`` raised it, on all ranks alike.
     """
     try:
-        call = describe()
+        call = _call_text(function, *check())
     except Exception as error:
         _join(f"a call that raised {said(error)}", timeout)
         raise
     ranks = _join(call, timeout)
     ranks.agree(f"the save before {call}", finish_earlier)
     return ranks
+
+
+def _call_text(function: Callable[..., object], given: Sequence[object], arguments: Mapping[str, object]) -> str:
+    defaults: Mapping[str, object] = cast(Any, function).__kwdefaults__
+    changed = [f"{name}={value!r}" for name, value in arguments.items() if value != defaults[name]]
+    shown = ", ".join([*map(repr, given), *changed])
+    return f"{function.__name__}({shown})" if shown else function.__name__
 
 
 def _join(call: str, timeout: float) -> RankGroup:
@@ -335,7 +347,10 @@ def _join(call: str, timeout: float) -> RankGroup:
     check_versions(found, CheckpointError)
     if len(calls) > 1:
         about = ", ".join(f"{ranks_text(sorted(ranks))} {each}" for each, ranks in calls.items())
-        raise CheckpointError(f"the ranks did not make the same call: {about}.")
+        raise CheckpointError(
+            f"the ranks did not make the same call: {about}. Call the same function on all ranks, with the same path "
+            "and keyword arguments."
+        )
     if not all(note.startswith("1") for note in verdict.notes):
         job.group = dist.new_group(backend="gloo", group_desc="composable_fsdp checkpoints")
     return RankGroup(rank, size, job.group, timeout)

@@ -46,6 +46,7 @@ from composable_fsdp._core.extents import Box, plain_name
 from composable_fsdp._files import Directory, delete, read_text, regular_file
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,
+    Arguments,
     Mismatch,
     check_arguments,
     differ,
@@ -130,11 +131,11 @@ def load_safetensors(
     """
     what = "load_safetensors"
 
-    def call() -> str:
+    def check() -> Arguments:
         check_arguments("load_safetensors(model, path)", path_or_index, model)
-        return what
+        return (), {"strict": bool(strict), "convert_dtype": bool(convert_dtype)}
 
-    ranks = meet(call, timeout)
+    ranks = meet(load_safetensors, check, timeout)
     path = Path(path_or_index)
     mismatch = Mismatch()
     jobs: list[tuple[LocalShard, str]] = []  # the shards to fill, with their keys
@@ -466,11 +467,11 @@ def save_safetensors(
     """
     what = "save_safetensors"
 
-    def call() -> str:
+    def check() -> Arguments:
         check_arguments("save_safetensors(model, path)", path, model)
-        return what
+        return (), {"max_file_bytes": max_file_bytes, "dtype": dtype}
 
-    ranks = meet(call, timeout)
+    ranks = meet(save_safetensors, check, timeout)
     shards: dict[str, LocalShard] = {}
     left_out: list[str] = []
     aside: Directory  # on rank 0

@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import CommunicationPolicy, CommunicationState, ErrorFeedback, Int8, fully_shard
-from composable_fsdp.checkpoint import latest, load, save
+from composable_fsdp.checkpoint import latest, load, load_safetensors, save, save_safetensors
 from composable_fsdp.errors import CheckpointError
 from tests._internals import missing_ranks
 from tests.helpers.checkpoint_worlds import (
@@ -141,6 +141,46 @@ def test_all_ranks_fall_back_to_the_same_checkpoint(tmp_path: Path) -> None:
     run_ranks(falls_back, 2, tmp_path)
 
 
+CALLS: dict[str, Callable[[Path, nn.Module, dict[str, Any]], object]] = {
+    "save": lambda folder, model, given: save(folder, model, step=1, **given),
+    "load": lambda folder, model, given: load(folder, model, **given),
+    "save_safetensors": lambda folder, model, given: save_safetensors(model, folder / "files", **given),
+    "load_safetensors": lambda folder, model, given: load_safetensors(model, folder / "files", **given),
+}
+
+
+DIFFERING: list[tuple[str, dict[str, Any]]] = [
+    ("save", {"asynchronous": True}),
+    ("save", {"keep_last": 2}),
+    ("save", {"weights_only": False}),
+    ("load", {"strict": False}),
+    ("load", {"verify": False, "fallback": True}),
+    ("load", {"weights_only": False}),
+    ("save_safetensors", {"dtype": torch.bfloat16}),
+    ("load_safetensors", {"convert_dtype": True}),
+]
+
+
+def other_arguments(folder: Path) -> None:
+    rank, model = dist.get_rank(), nn.Linear(3, 3)
+    save(folder, model, step=0)
+    save_safetensors(model, folder / "files")
+    for name, given in DIFFERING:
+        text = refused(lambda name=name, given=given: CALLS[name](folder, model, given if rank else {}))
+        shown = ", ".join(f"{argument}={value!r}" for argument, value in given.items())
+        pattern = rf"the ranks did not make the same call: rank 0 {name}[^=]*(, step=1\))?, rank 1 {name}\(.*{shown}\)"
+        assert re.match(pattern, text), text
+        CALLS[name](
+            folder, model, {"asynchronous": 0, "keep_last": [1, torch.tensor(1)][rank]} if name == "save" else {}
+        )
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000001"]
+
+
+@pytest.mark.behaviour("F-08")
+def test_arguments_that_differ_between_ranks_are_an_error_that_shows_both_calls(tmp_path: Path) -> None:
+    run_ranks(other_arguments, 2, tmp_path)
+
+
 def missing(folder: Path) -> None:
     rank, model = dist.get_rank(), nn.Linear(3, 3)
     if rank == 0:
@@ -156,7 +196,8 @@ def missing(folder: Path) -> None:
     text = refused(lambda: save(folder, model, step=3 + rank, timeout=120))
     folder_text = repr(str(folder))
     assert text == (
-        f"the ranks did not make the same call: rank 0 save({folder_text}, step=3), rank 1 save({folder_text}, step=4)."
+        f"the ranks did not make the same call: rank 0 save({folder_text}, step=3), rank 1 save({folder_text}, "
+        "step=4). Call the same function on all ranks, with the same path and keyword arguments."
     )
     assert "rank 1 load(" in refused(
         lambda: load(folder, model, timeout=120) if rank else save(folder, model, timeout=120)

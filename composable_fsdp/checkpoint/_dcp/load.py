@@ -126,15 +126,16 @@ def load(
 
     Raises:
         CheckpointError: there is no checkpoint; it is damaged, of another format, or of another model; ranks are
-            missing; or an earlier asynchronous save failed. All ranks raise the same error, which names the file or
-            lists the differences.
+            missing or pass other arguments; or an earlier asynchronous save failed. All ranks raise the same error,
+            which names the file or lists the differences.
     """
 
-    def call() -> str:
+    def check() -> tuple[Sequence[object], Mapping[str, object]]:
         check_arguments("load(path, model, optimizer)", path, model, optimizer, averages)
-        return f"load({os.fspath(path)!r})"
+        switches = {"strict": strict, "verify": verify, "fallback": fallback, "weights_only": weights_only}
+        return [os.fspath(path)], {name: bool(value) for name, value in switches.items()}
 
-    ranks = meet(call, timeout)
+    ranks = meet(load, check, timeout)
     what = f"loading {path}"
     folder, manifest = _choose(ranks, what, Path(path), verify, fallback)
     same_ranks = manifest is not None and manifest.ranks == ranks.size

@@ -61,7 +61,15 @@ from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp._core.params import is_wrapper
 from composable_fsdp._files import Directory
 from composable_fsdp.checkpoint._archive import check_archive
-from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet, said
+from composable_fsdp.checkpoint._coordination import (
+    TIMEOUT,
+    Arguments,
+    PendingSave,
+    RankGroup,
+    check_arguments,
+    meet,
+    said,
+)
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, candidates
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.model import check_meshes
@@ -601,15 +609,15 @@ def save(
         The path of the checkpoint, with ``wait()``. The checkpoint is complete unless ``asynchronous``.
 
     Raises:
-        CheckpointError: writing failed, ranks are missing, an earlier asynchronous save failed, an object could not be
-            loaded again, ``extra`` has DTensors, parameters of one name on several smaller meshes have other values on
-            each, or plain optimizer state of a DTensor, or what state there is, differs between ranks. All ranks raise
-            the same error.
+        CheckpointError: writing failed, ranks are missing or pass other arguments, an earlier asynchronous save failed,
+            an object could not be loaded again, ``extra`` has DTensors, parameters of one name on several meshes have
+            other values on each, or plain optimizer state of a DTensor, or what state there is, differs between ranks.
+            All ranks raise the same error.
         ConfigurationError: an argument is invalid.
     """
     own, folder = {} if extra is None else extra, Path()
 
-    def call() -> str:
+    def check() -> Arguments:
         nonlocal step, own, folder
         check_arguments("save(path, model, optimizer, extra)", path, model, optimizer, averages)
         if not isinstance(own, Mapping):
@@ -620,9 +628,14 @@ def save(
             raise ConfigurationError(f"keep_last must be at least 1, not {keep_last}: the new checkpoint is one.")
         own, folder = dict(own), Path(path).absolute()  # a thread writes it, which a later chdir must not change
         step = _requested_step(step, own)
-        return f"save({os.fspath(path)!r}, step={step})"
+        return [os.fspath(path)], {
+            "step": step,
+            "keep_last": None if keep_last is None else operator.index(keep_last),
+            "asynchronous": bool(asynchronous),
+            "weights_only": bool(weights_only),
+        }
 
-    ranks = meet(call, timeout)
+    ranks = meet(save, check, timeout)
     saver = _Save(ranks, folder, step, keep_last, weights_only)
     saver.plan(model, optimizer, averages, own)
     pending = PendingSave(saver.final, saver.step)
