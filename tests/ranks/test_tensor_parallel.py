@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 from torch.testing import assert_close
+from torch.torch_version import TorchVersion
 
 from composable_fsdp import (
     CommunicationPolicy,
@@ -235,7 +236,7 @@ def sum_in_the_reduce_dtype() -> None:
 
     theirs: Any = peer.fully_shard(Summed(flat["tp"], [Replicate()]), mesh=flat["dp"], mp_policy=as_torch(policy))
     theirs(x).backward()
-    check("torch's FSDP2", theirs, 256.0)
+    check("torch's FSDP2", theirs, 256.0 if TorchVersion(torch.__version__) < "2.15" else 257.0)
 
     gradient = DTensor.from_local(x.bfloat16(), flat["tp"], [Partial()], run_check=False)
     assert_close(get_total_norm(gradient), torch.tensor(257.0 * 8))

@@ -114,6 +114,8 @@ def test_there_are_examples_to_run() -> None:
 @pytest.mark.parametrize("test", [pytest.param(test, id=test.name) for test in PAGES + DOCSTRINGS])
 def test_docs_examples_pass(test: doctest.DocTest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
+    if test.name == "docs/how-to/hugging-face.md":
+        pytest.importorskip("transformers", reason="needs transformers: make install")
     assert not failures(test), failures(test)
 
 
