@@ -10,6 +10,9 @@ forgotten. Module globals are kept.
 from __future__ import annotations
 
 import atexit
+import functools
+import importlib
+import inspect
 import itertools
 import os
 import pickle
@@ -18,20 +21,21 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from multiprocessing import Pipe
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import pytest
 import torch.distributed as dist
 
 from tests._internals import START_TIMEOUT, VARIABLES, Outcome, RankProcess, ask, pickled_job, results_of
 from tests.helpers.worker_pool.reset import reset
 from tests.helpers.worker_pool.template import Template
 
-__all__ = ["kill_ranks", "run_ranks", "shutdown"]
+__all__ = ["kill_ranks", "on_ranks", "run_ranks", "shutdown"]
 
 T = TypeVar("T")
 
@@ -84,6 +88,52 @@ def run_ranks(
             elif pool is not None:
                 pool.kill()
     return results_of(function, outcomes, lost)
+
+
+def on_ranks(
+    *sizes: int,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    transports: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    timeout: float = 60.0,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the body of a test on each rank, for each number of ranks and each of ``transports``, which have names.
+
+    It is the innermost decorator. Fixtures and parameters are values that can be pickled, made once for all ranks.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(world_size: int = sizes[0], transport: Mapping[str, str] = environment, **arguments: Any) -> None:
+            __tracebackhide__ = True
+            run_ranks(_Body(test), world_size, timeout=timeout, environment=transport, **arguments)
+
+        choices: dict[str, tuple[Sequence[object], Sequence[str] | None]] = {}
+        if len(sizes) > 1:
+            choices["world_size"] = (sizes, None)
+        if transports:
+            choices["transport"] = (list(transports.values()), list(transports))
+        parameters = [parameter.replace(kind=_BY_NAME) for parameter in inspect.signature(body).parameters.values()]
+        more = [inspect.Parameter(name, _BY_NAME) for name in choices]
+        test.__signature__ = inspect.Signature([*parameters, *more])  # type: ignore[attr-defined]
+        for name, (values, ids) in choices.items():
+            test = pytest.mark.parametrize(name, values, ids=ids)(test)
+        return test
+
+    return decorate
+
+
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+
+
+class _Body:
+    """The body of a test with :func:`on_ranks`, which ranks find by the name of the test."""
+
+    def __init__(self, test: Callable[..., None]) -> None:
+        self.__module__, self.__qualname__ = test.__module__, test.__qualname__
+
+    def __call__(self, **arguments: Any) -> None:
+        test: Any = getattr(importlib.import_module(self.__module__), self.__qualname__)
+        test.__wrapped__(**arguments)
 
 
 def kill_ranks() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 
 FUNCTIONAL_ALL_GATHERS = """
 import sys, time, torch, torch.distributed as dist
@@ -46,7 +46,9 @@ def test_functional_all_gathers_are_replaced_by_ones_that_free_it_once() -> None
     assert end_of_functional_all_gathers("replaced") == 0
 
 
-def gather_tensors_of_all_kinds() -> None:
+@pytest.mark.behaviour("H-03")
+@on_ranks(2)
+def test_replaced_functional_all_gathers_return_what_torchs_do() -> None:
     rank, size, ops = dist.get_rank(), dist.get_world_size(), torch.ops._c10d_functional
     group = dist.distributed_c10d._get_default_group().group_name
     for shape in ((1,), (3, 2), (0, 4), (2, 3, 2)):
@@ -54,8 +56,3 @@ def gather_tensors_of_all_kinds() -> None:
             own = [torch.full(shape, r + 1).to(dtype) for r in range(size)]
             gathered = ops.wait_tensor(ops.all_gather_into_tensor(own[rank], size, group))
             torch.testing.assert_close(gathered, torch.cat(own))
-
-
-@pytest.mark.behaviour("H-03")
-def test_replaced_functional_all_gathers_return_what_torchs_do() -> None:
-    run_ranks(gather_tensors_of_all_kinds, 2)

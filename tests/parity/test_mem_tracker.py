@@ -13,7 +13,7 @@ from torch.distributed import fsdp as peer
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 import composable_fsdp as ours
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import assert_exact
 from tests.helpers.transports import IN_COMMON, SOCKETS
 
@@ -90,7 +90,8 @@ def train_after_tracking(model: Any, optimizer: torch.optim.Optimizer) -> None:
     assert all(type(p.grad).__name__ == "DTensor" for p in model.parameters())
 
 
-def check_same_report() -> None:
+@on_ranks(2, environment=SOCKETS)
+def test_the_memory_tracker_reports_as_for_fsdp2() -> None:
     track_step(ours.fully_shard)  # torch up to 2.11 allocates in the first step of a process, to propagate shardings
     peak, modules = track_step(ours.fully_shard)
     torchs_peak, torchs_modules = track_step(peer.fully_shard, await_gloo)
@@ -109,7 +110,8 @@ def check_same_report() -> None:
         assert states["Peak Backward"][0]["Total"] <= peak_of_torch + arriving + ALIGNMENT, name
 
 
-def compare_gradients() -> None:
+@on_ranks(2)
+def test_the_memory_tracker_changes_no_gradient() -> None:
     plain, watched = build_model(ours.fully_shard), build_model(ours.fully_shard)
     plain(inputs()).sum().backward()
     with FSDPMemTracker(watched):
@@ -118,25 +120,15 @@ def compare_gradients() -> None:
         assert_exact(p.grad.to_local(), expected.grad.to_local(), name)
 
 
-def test_the_memory_tracker_changes_no_gradient() -> None:
-    run_ranks(compare_gradients, 2)
-
-
-def test_the_memory_tracker_reports_as_for_fsdp2() -> None:
-    run_ranks(check_same_report, 2, environment=SOCKETS)
-
-
-def check_shared_memory() -> None:
+@on_ranks(2, environment=IN_COMMON)
+def test_the_memory_tracker_runs_with_parameters_in_shared_memory() -> None:
     peak, modules = track_step(ours.fully_shard)
     assert peak["Sharded Param"] == MODEL_BYTES // 2
     assert len(modules) == BLOCKS
 
 
-def test_the_memory_tracker_runs_with_parameters_in_shared_memory() -> None:
-    run_ranks(check_shared_memory, 2, environment=IN_COMMON)
-
-
-def track_list_once() -> None:
+@on_ranks(2)
+def test_a_group_of_several_modules_is_tracked_once_and_again() -> None:
     model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
     ours.fully_shard([model[0], model[1]])
     ours.fully_shard(model)
@@ -151,7 +143,3 @@ def track_list_once() -> None:
         }
         assert all(p.grad is not None for p in model.parameters())
         model.zero_grad()
-
-
-def test_a_group_of_several_modules_is_tracked_once_and_again() -> None:
-    run_ranks(track_list_once, 2)

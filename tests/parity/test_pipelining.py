@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import composable_fsdp as ours
 from composable_fsdp import trace
 from tests.helpers.models import seeded
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.behaviour("I-01", "I-02")
 
@@ -143,7 +143,9 @@ def full_parameters(stages: list[nn.Sequential]) -> list[torch.Tensor]:
     return [p.full_tensor() for stage in stages for p in stage.parameters()]  # type: ignore[attr-defined]
 
 
-def compare_with_torch(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(4)
+def test_a_pipeline_of_sharded_stages_trains_as_with_torch(schedule: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with trace.Recorder() as recorder:
         losses, stages = train(ours.fully_shard, schedule, mesh, reshard_after_forward=False)
@@ -153,11 +155,6 @@ def compare_with_torch(schedule: str) -> None:
     assert_close(full_parameters(stages), full_parameters(expected))
     reductions = [str(event) for event in recorder if event.operation is trace.Operation.REDUCE]
     assert len(reductions) == STEPS * 4, "each of 4 blocks reduces once per step, not once per microbatch"
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_pipeline_of_sharded_stages_trains_as_with_torch(schedule: str) -> None:
-    run_ranks(compare_with_torch, 4, schedule)
 
 
 def unsharded(dtype: torch.dtype) -> Any:
@@ -238,7 +235,18 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_collectives(shape: tuple[int, ...], schedule: str, reshard: int | bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "schedule", "reshard"),
+    [
+        ((2, 2), "1F1B", False),
+        ((2, 2), "interleaved 1F1B", True),
+        ((1, 2, 2), "GPipe", False),
+        ((1, 2, 2), "interleaved 1F1B", True),
+        ((1, 4), "1F1B", 2),
+    ],
+)
+@on_ranks(4)
+def test_a_pipeline_has_the_collectives_of_fsdp2(shape: tuple[int, ...], schedule: str, reshard: int | bool) -> None:
     """Compare the collectives of all steps with torch's. Ours fuses no groups, as torch."""
     names = ("pp", "replicate", "shard") if len(shape) == 3 else ("pp", "shard")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -256,21 +264,8 @@ def count_collectives(shape: tuple[int, ...], schedule: str, reshard: int | bool
     assert counts[0]["c10d::_allgather_base_"] > 0
 
 
-@pytest.mark.parametrize(
-    ("shape", "schedule", "reshard"),
-    [
-        ((2, 2), "1F1B", False),
-        ((2, 2), "interleaved 1F1B", True),
-        ((1, 2, 2), "GPipe", False),
-        ((1, 2, 2), "interleaved 1F1B", True),
-        ((1, 4), "1F1B", 2),
-    ],
-)
-def test_a_pipeline_has_the_collectives_of_fsdp2(shape: tuple[int, ...], schedule: str, reshard: int | bool) -> None:
-    run_ranks(count_collectives, 4, shape, schedule, reshard)
-
-
-def check_lost_gradient_warning() -> None:
+@on_ranks(4)
+def test_weights_that_a_schedule_does_not_find_are_reported() -> None:
     """Check that groups that lost the gradients of all microbatches warn, here the groups of the last stage."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with warnings.catch_warnings(record=True) as caught:
@@ -285,17 +280,10 @@ def check_lost_gradient_warning() -> None:
         assert texts[0].endswith("shard their stages with reshard_after_forward=False.")
 
 
-def test_weights_that_a_schedule_does_not_find_are_reported() -> None:
-    run_ranks(check_lost_gradient_warning, 4)
-
-
-def check_kept_and_freed(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "interleaved 1F1B"])
+@on_ranks(4)
+def test_stages_may_be_freed_after_forward(schedule: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     kept, freed = (train(ours.fully_shard, schedule, mesh, reshard_after_forward=reshard) for reshard in (False, True))
     assert kept[0] == freed[0]
     assert_close(full_parameters(kept[1]), full_parameters(freed[1]), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "interleaved 1F1B"])
-def test_stages_may_be_freed_after_forward(schedule: str) -> None:
-    run_ranks(check_kept_and_freed, 4, schedule)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import composable_fsdp as ours
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import single_rank
 from tests.helpers.transports import TRANSPORTS, Environment
 
@@ -51,7 +51,8 @@ def first_words(labels: set[str]) -> set[str]:
     return {label.partition(" ")[0].removeprefix("FSDP::") for label in labels}
 
 
-def check_first_words() -> None:
+@on_ranks(2)
+def test_labels_are_torchs_words_with_the_names_of_modules() -> None:
     mine, torchs = labels_of(ours.fully_shard), labels_of(torch_fsdp.fully_shard)
     assert first_words(mine) <= first_words(torchs) | {"post_backward_rs_wait"}  # which torch 2.11 lacks
     for word in ("pre_forward", "all_gather", "all_gather_copy_out", "post_forward", "pre_backward"):
@@ -61,10 +62,6 @@ def check_first_words() -> None:
         assert {f"FSDP::{word} (0)", f"FSDP::{word} (1)"} <= mine & torchs
     assert "FSDP::all_gather (root)" not in mine  # the root has no parameters of its own, so it gathers nothing
     assert first_words(mine) >= {"post_backward_reduce", "root_post_backward_callback"}
-
-
-def test_labels_are_torchs_words_with_the_names_of_modules() -> None:
-    run_ranks(check_first_words, 2)
 
 
 def test_the_log_of_torchs_fsdp_shows_ours(caplog: pytest.LogCaptureFixture) -> None:

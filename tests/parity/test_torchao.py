@@ -26,7 +26,7 @@ import composable_fsdp as ours
 from composable_fsdp.checkpoint import load, load_safetensors, save, save_safetensors
 from composable_fsdp.errors import CheckpointError
 from tests._internals import ExtendedBucket, describe_checkpoint, state_of
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 
 pytestmark = [
     pytest.mark.behaviour("E-11"),
@@ -232,7 +232,9 @@ def assert_same(mine: Run, theirs: Run, recipe: Recipe, what: str) -> None:
     assert set(mine.computes_as) == set(theirs.computes_as) == {recipe.computes_as}, what
 
 
-def compare_with_peer(name: str) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+@on_ranks(2)
+def test_torchao_trains_bitwise_like_fsdp2(name: str) -> None:
     recipe, rank = RECIPES[name], dist.get_rank()
     seen = set()
     for dtype in (None, torch.bfloat16):
@@ -249,11 +251,6 @@ def compare_with_peer(name: str) -> None:
             seen.add(tuple(runs[0].numbers))
     plain = play(sharded(ours, build()), rank, Recipe(lambda m: m, "", ""))
     assert (tuple(plain.numbers) not in seen) == recipe.quantizes
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_torchao_trains_bitwise_like_fsdp2(name: str) -> None:
-    run_ranks(compare_with_peer, 2, name)
 
 
 # -- checkpoints, meshes and other features of training jobs
@@ -296,26 +293,22 @@ def tensor_parallel(library: Any, recipe: Recipe) -> tuple[Any, int]:
     return sharded(library, model, mesh=mesh["dp"]), mesh.get_local_rank("dp")
 
 
-def checkpoint_and_accumulate(name: str) -> None:
+@pytest.mark.parametrize("name", ["float8, scales precomputed", "int8 weights", "nf4 with adapters"])
+@on_ranks(2)
+def test_torchao_trains_with_activation_checkpointing_and_microbatches(name: str) -> None:
     runs = run_on_both(name, checkpointed, microbatches=2, watched=lambda m: m[0]._checkpoint_wrapped_module[0])
     assert_same(*runs, RECIPES[name], f"{name}, checkpointed")
 
 
-@pytest.mark.parametrize("name", ["float8, scales precomputed", "int8 weights", "nf4 with adapters"])
-def test_torchao_trains_with_activation_checkpointing_and_microbatches(name: str) -> None:
-    run_ranks(checkpoint_and_accumulate, 2, name)
-
-
-def materialise(name: str) -> None:
+@pytest.mark.parametrize("name", ["float8, scales precomputed", "int8 mixed precision", "bitnet"])
+@on_ranks(2)
+def test_torchao_parameters_are_materialised_from_the_meta_device(name: str) -> None:
     assert_same(*run_on_both(name, from_meta), RECIPES[name], f"{name}, from meta")
 
 
-@pytest.mark.parametrize("name", ["float8, scales precomputed", "int8 mixed precision", "bitnet"])
-def test_torchao_parameters_are_materialised_from_the_meta_device(name: str) -> None:
-    run_ranks(materialise, 2, name)
-
-
-def shard_hybrid(name: str) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+@on_ranks(4)
+def test_torchao_trains_on_a_hybrid_mesh_and_from_a_smaller_one(name: str) -> None:
     """Compare training on a hybrid mesh. Also train with ``reshard_after_forward=2``, which torch's FSDP2 refuses."""
     recipe, rank = RECIPES[name], dist.get_rank()
     assert_same(*run_on_both(name, hybrid), recipe, f"{name}, hybrid")
@@ -326,20 +319,13 @@ def shard_hybrid(name: str) -> None:
     assert_same(runs[0], runs[1], recipe, f"{name}, gathered from a smaller mesh")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_torchao_trains_on_a_hybrid_mesh_and_from_a_smaller_one(name: str) -> None:
-    run_ranks(shard_hybrid, 4, name)
-
-
-def shard_tensor_parallel() -> None:
+@on_ranks(4)
+def test_float8_with_torchaos_tensor_parallel_styles() -> None:
     assert_same(*run_on_both("float8", tensor_parallel), RECIPES["float8"], "tensor-parallel")
 
 
-def test_float8_with_torchaos_tensor_parallel_styles() -> None:
-    run_ranks(shard_tensor_parallel, 4)
-
-
-def step_in_8_bit() -> None:
+@on_ranks(2)
+def test_torchaos_8_bit_optimizer() -> None:
     from torchao.optim import AdamW8bit
 
     recipe = RECIPES["float8, scales precomputed"]
@@ -352,11 +338,9 @@ def step_in_8_bit() -> None:
     assert_same(*runs, recipe, "8-bit Adam")
 
 
-def test_torchaos_8_bit_optimizer() -> None:
-    run_ranks(step_in_8_bit, 2)
-
-
-def save_and_load(name: str) -> None:
+@pytest.mark.parametrize("name", ["float8, scales precomputed", "int8 weights", "int8 mixed precision", "bitnet"])
+@on_ranks(2)
+def test_torchao_state_dicts_restore_the_saved_values(name: str) -> None:
     recipe, rank = RECIPES[name], dist.get_rank()
     model = sharded(ours, recipe.convert(build()))
     state: dict[str, Any] = {**get_model_state_dict(model)}
@@ -372,12 +356,8 @@ def save_and_load(name: str) -> None:
         assert torch.equal(model(batch_of(0, rank)), before)
 
 
-@pytest.mark.parametrize("name", ["float8, scales precomputed", "int8 weights", "int8 mixed precision", "bitnet"])
-def test_torchao_state_dicts_restore_the_saved_values(name: str) -> None:
-    run_ranks(save_and_load, 2, name)
-
-
-def save_and_load_on_disk(folder: Path) -> None:
+@on_ranks(2)
+def test_torchao_checkpoints_restore_the_saved_values(tmp_path: Path) -> None:
     """Check that a model that loads a checkpoint gives the same outputs and gathers as the saved model."""
     rank = dist.get_rank()
     for i, name in enumerate(("float8, scales precomputed", "int8 weights", "bitnet")):
@@ -387,60 +367,52 @@ def save_and_load_on_disk(folder: Path) -> None:
             for parameter in models[1].parameters():
                 parameter.mul_(0.5) if type(_inner(parameter)) is torch.Tensor else None
         play(models[0], rank, recipe)
-        path = save(folder / str(i), models[0]).path
+        path = save(tmp_path / str(i), models[0]).path
         assert not describe_checkpoint(path, verify=True).problems
-        load(folder / str(i), models[1])
+        load(tmp_path / str(i), models[1])
         with torch.no_grad():
             outputs = [model(batch_of(0, rank)) for model in models]
         assert torch.equal(*outputs), name
         assert [type(_inner(p)) for p in models[1].parameters()] == [type(_inner(p)) for p in models[0].parameters()]
 
 
-def test_torchao_checkpoints_restore_the_saved_values(tmp_path: Path) -> None:
-    run_ranks(save_and_load_on_disk, 2, tmp_path)
-
-
-def refuse_scales_of_blocks(folder: Path) -> None:
+@on_ranks(2)
+def test_checkpoints_of_nf4_weights_are_refused_by_name(tmp_path: Path) -> None:
     """Check that NF4 weights, whose scales are of blocks that rank boundaries do not cut, are refused by name."""
     model = sharded(ours, RECIPES["nf4 with adapters"].convert(build(WIDTH)))
     with pytest.raises(
         CheckpointError, match=r"weight cannot be saved: .* inner tensor 'quantization_factor' of its cla"
     ):
-        save(folder, model)
+        save(tmp_path, model)
 
 
-def test_checkpoints_of_nf4_weights_are_refused_by_name(tmp_path: Path) -> None:
-    run_ranks(refuse_scales_of_blocks, 2, tmp_path)
-
-
-def load_plain_files(folder: Path) -> None:
+@pytest.mark.behaviour("F-11")
+@on_ranks(2)
+def test_torchao_safetensors_have_plain_values(tmp_path: Path) -> None:
     """Check that safetensors files of converted models hold plain values that other libraries can read."""
     plain = build()
-    save_safetensors(plain, folder / "plain")
+    save_safetensors(plain, tmp_path / "plain")
     for name in ("float8", "int8 mixed precision", "bitnet", "int8 weights"):
         other = build()
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.neg_()
         model = sharded(ours, RECIPES[name].convert(other))
-        load_safetensors(model, folder / "plain")
+        load_safetensors(model, tmp_path / "plain")
         assert type(model[0][0].weight.to_local()).__name__ == RECIPES[name].rests_as, name
-        save_safetensors(model, folder / name)
+        save_safetensors(model, tmp_path / name)
         again = build()
-        load_safetensors(again, folder / name)
+        load_safetensors(again, tmp_path / name)
         for one, two in zip(again.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=1e-3 if name == "int8 weights" else 0)
-
-
-@pytest.mark.behaviour("F-11")
-def test_torchao_safetensors_have_plain_values(tmp_path: Path) -> None:
-    run_ranks(load_plain_files, 2, tmp_path)
 
 
 # -- uneven rows, with which torch's FSDP2 deadlocks
 
 
-def shard_unevenly(name: str) -> None:
+@pytest.mark.parametrize("name", ["float8", "int8 weights"])
+@on_ranks(2, 4)
+def test_torchao_rows_may_be_uneven(name: str) -> None:
     """Check that shards with uneven rows are quantized like the full tensor.
 
     Int8 has one scale per row; float8 has one scale for all ranks. The last ranks may have no rows. Torchao's float8
@@ -457,9 +429,3 @@ def shard_unevenly(name: str) -> None:
         for (parameter_name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close({parameter_name: p.grad.full_tensor()}, {parameter_name: q.grad})
         play(model, rank, recipe)
-
-
-@pytest.mark.parametrize("name", ["float8", "int8 weights"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_torchao_rows_may_be_uneven(name: str, world_size: int) -> None:
-    run_ranks(shard_unevenly, world_size, name)

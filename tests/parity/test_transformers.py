@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import composable_fsdp as ours
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import assert_exact
 
 pytestmark = [
@@ -123,10 +123,7 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
 
 
-def check_round_trips(folder: Path) -> None:
-    load_train_and_save(folder / "plain", tied=False, half=False)
-    load_train_and_save(folder / "tied", tied=True, half=True)
-
-
+@on_ranks(2, environment=OFFLINE, timeout=120)
 def test_a_llama_goes_from_save_pretrained_through_training_to_from_pretrained(tmp_path: Path) -> None:
-    run_ranks(check_round_trips, 2, tmp_path, environment=OFFLINE, timeout=120)
+    load_train_and_save(tmp_path / "plain", tied=False, half=False)
+    load_train_and_save(tmp_path / "tied", tied=True, half=True)

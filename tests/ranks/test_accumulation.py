@@ -18,7 +18,7 @@ from tests._internals import Accumulation, find_state
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, shard_layers
 from tests.helpers.peak_memory import FULL, LiveStorages
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import Play, assert_equal_runs, check_parity, local_shard, train
 
 ROUTES = ((0, 1), (1, 2, 3), (3, 1))
@@ -157,7 +157,9 @@ def test_microbatches_summed_in_any_way_train_like_the_large_batch(
     run_ranks(accumulate, torch.Size(mesh_shape).numel(), mesh_shape, reshard)
 
 
-def measure_kept_memory() -> None:
+@pytest.mark.behaviour("C-07", "C-03")
+@on_ranks(2)
+def test_accumulation_by_shards_keeps_no_full_gradient() -> None:
     task, rank = TASKS["wide"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard)
     full_bytes = [768 * 1024 * 4, 1027 * 768 * 4]
@@ -177,12 +179,9 @@ def measure_kept_memory() -> None:
     live.check("after zero_grad", least=1_000_000, expected=[])
 
 
-@pytest.mark.behaviour("C-07", "C-03")
-def test_accumulation_by_shards_keeps_no_full_gradient() -> None:
-    run_ranks(measure_kept_memory, 2)
-
-
-def accumulate_shards_in_the_reduce_dtype() -> None:
+@pytest.mark.behaviour("C-07", "D-01")
+@on_ranks(2)
+def test_gradients_accumulate_by_shards_in_the_reduce_dtype() -> None:
     """Sum three bf16 microbatches in fp32, bitwise equal to an explicit sum."""
     task, rank = TASKS["mlp"], dist.get_rank()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -206,11 +205,6 @@ def accumulate_shards_in_the_reduce_dtype() -> None:
         assert isinstance(parameter.grad, DTensor)
         expected = local_shard(totals[name] / dist.get_world_size(), parameter.grad)
         torch.testing.assert_close(parameter.grad.to_local(), expected, rtol=0, atol=0, msg=name)
-
-
-@pytest.mark.behaviour("C-07", "D-01")
-def test_gradients_accumulate_by_shards_in_the_reduce_dtype() -> None:
-    run_ranks(accumulate_shards_in_the_reduce_dtype, 2)
 
 
 def give_up(model: FSDPModule, step: int, rank: int, how: str, sharded: bool, in_flight: bool) -> None:
@@ -239,7 +233,9 @@ def giving_up(how: str, sharded: bool, in_flight: bool) -> Play:
     return play
 
 
-def drop_accumulated_gradients() -> None:
+@pytest.mark.behaviour("C-07", "H-01")
+@on_ranks(2)
+def test_zero_grad_and_reset_drop_accumulated_gradients() -> None:
     for how in ("zero_grad", "reset_iter_state"):
         for sharded in (False, True):
             for in_flight in (False, True):
@@ -259,12 +255,10 @@ def drop_accumulated_gradients() -> None:
     assert {state.options.accumulation for state in states} == {Accumulation.REDUCE}
 
 
-@pytest.mark.behaviour("C-07", "H-01")
-def test_zero_grad_and_reset_drop_accumulated_gradients() -> None:
-    run_ranks(drop_accumulated_gradients, 2)
-
-
-def freeze_between_microbatches(sharded: bool) -> None:
+@pytest.mark.behaviour("C-07", "C-05")
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(2)
+def test_freezing_between_microbatches_keeps_accumulated_gradients(sharded: bool) -> None:
     """Freeze a parameter that got a gradient from one microbatch; the gradients of others stay correct."""
     task = TASKS["mlp"]
 
@@ -282,9 +276,3 @@ def freeze_between_microbatches(sharded: bool) -> None:
         return torch.stack(losses)
 
     check_parity(task.build, play, shard=fully_shard, steps=2)
-
-
-@pytest.mark.behaviour("C-07", "C-05")
-@pytest.mark.parametrize("sharded", [False, True])
-def test_freezing_between_microbatches_keeps_accumulated_gradients(sharded: bool) -> None:
-    run_ranks(freeze_between_microbatches, 2, sharded)

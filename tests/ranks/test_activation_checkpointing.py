@@ -14,7 +14,7 @@ from composable_fsdp import fully_shard
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Chain, seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.transports import SOCKETS
 
 
@@ -25,7 +25,9 @@ class CheckpointedChain(Chain):
         return x
 
 
-def trace_recomputation() -> None:
+@pytest.mark.behaviour("C-13")
+@on_ranks(2, environment=SOCKETS)
+def test_recomputation_and_backward_share_one_gather() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(CheckpointedChain(depth=3), fully_shard, fuses=False)
     for step in range(2):
@@ -50,11 +52,6 @@ def trace_recomputation() -> None:
             "reduce layers.0",
             operations=operations,
         )
-
-
-@pytest.mark.behaviour("C-13")
-def test_recomputation_and_backward_share_one_gather() -> None:
-    run_ranks(trace_recomputation, 2, environment=SOCKETS)
 
 
 class UsedThrice(nn.Module):
@@ -87,12 +84,9 @@ def gradients_with(max_fused_bytes: int) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
 
 
-def fuse_or_not() -> None:
+@pytest.mark.behaviour("C-13")
+@on_ranks(2, environment=SOCKETS)
+def test_gradients_of_nested_autograd_runs_do_not_depend_on_fusions() -> None:
     fused, alone = gradients_with(1 << 20), gradients_with(0)
     for name, gradient in fused.items():
         assert torch.equal(gradient, alone[name]), name
-
-
-@pytest.mark.behaviour("C-13")
-def test_gradients_of_nested_autograd_runs_do_not_depend_on_fusions() -> None:
-    run_ranks(fuse_or_not, 2, environment=SOCKETS)

@@ -18,14 +18,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from composable_fsdp import CommunicationPolicy, Int8, fully_shard
 from tests.helpers.forward_mode import load_forward_mode
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 pytestmark = pytest.mark.behaviour("C-18")
 
 WORLDS = [(1, IN_COMMON), (2, IN_COMMON), (2, SOCKETS)]
-on_ranks = pytest.mark.parametrize(("ranks", "environment"), WORLDS, ids=["1 rank", "shared memory", "sockets"])
+in_worlds = pytest.mark.parametrize(("ranks", "environment"), WORLDS, ids=["1 rank", "shared memory", "sockets"])
 
 _ATEN = torch.ops.aten
 OF_HOOKS = {_ATEN.view.default, _ATEN.detach.default}
@@ -132,7 +132,7 @@ def compute_in_transforms() -> None:
         torch.testing.assert_close(got.grad.full_tensor(), want.grad)
 
 
-@on_ranks
+@in_worlds
 def test_the_first_and_later_calls_run_inside_transforms(ranks: int, environment: Environment) -> None:
     run_ranks(compute_in_transforms, ranks, environment=environment)
 
@@ -182,7 +182,7 @@ def train_in_settings() -> None:
             assert_exact(got, want, f"{name}, result {i}")
 
 
-@on_ranks
+@in_worlds
 def test_settings_of_the_caller_change_no_result(ranks: int, environment: Environment) -> None:
     run_ranks(train_in_settings, ranks, environment=environment)
 
@@ -206,7 +206,7 @@ def count_operations() -> None:
         assert seen[2:] == seen[:2]
 
 
-@on_ranks
+@in_worlds
 def test_modes_see_the_operations_of_the_model_alone(ranks: int, environment: Environment) -> None:
     run_ranks(count_operations, ranks, environment=environment)
 
@@ -215,7 +215,8 @@ class Watching(Operations):
     observes_sharding = True
 
 
-def count_observed() -> None:
+@on_ranks(2)
+def test_a_mode_sees_the_library_if_its_class_asks_for_it_and_all_modes_are_put_back() -> None:
     model = shard(build())
     with Operations() as outer, Watching() as watching, Operations() as inner:
         model(batch())
@@ -225,10 +226,6 @@ def count_observed() -> None:
         assert _get_current_dispatch_mode_stack() == [outer, watching, inner]
     assert outer.seen == inner.seen
     assert watching.seen > inner.seen
-
-
-def test_a_mode_sees_the_library_if_its_class_asks_for_it_and_all_modes_are_put_back() -> None:
-    run_ranks(count_observed, 2)
 
 
 # -- autocast
@@ -252,7 +249,7 @@ def train_in_autocast() -> None:
             assert_exact(got, want, "gradient")
 
 
-@on_ranks
+@in_worlds
 def test_autocast_gives_the_gradients_of_the_plain_model(ranks: int, environment: Environment) -> None:
     run_ranks(train_in_autocast, ranks, environment=environment)
 
@@ -271,7 +268,8 @@ class Product(torch.Tensor):
         return out.copy_(halved)
 
 
-def gather_in_autocast() -> None:
+@on_ranks(2)
+def test_hooks_of_tensor_subclasses_run_outside_of_autocast() -> None:
     model: Any = nn.Linear(6, 9, bias=False)
     model.weight = nn.Parameter(Product(model.weight.detach()))
     expected = model.weight.detach().as_subclass(torch.Tensor)
@@ -280,10 +278,6 @@ def gather_in_autocast() -> None:
         model(batch()).sum().backward()
         model.unshard()
     assert_exact(model.weight.detach().as_subclass(torch.Tensor), expected, "weight")
-
-
-def test_hooks_of_tensor_subclasses_run_outside_of_autocast() -> None:
-    run_ranks(gather_in_autocast, 2)
 
 
 # -- selective checkpointing
@@ -356,6 +350,6 @@ def checkpoint_selectively() -> None:
                         torch.testing.assert_close(got.full_tensor(), want, msg=f"{name}: {got}, not {want}")
 
 
-@on_ranks
+@in_worlds
 def test_regions_of_sharded_modules_are_checkpointed_selectively(ranks: int, environment: Environment) -> None:
     run_ranks(checkpoint_selectively, ranks, environment=environment)

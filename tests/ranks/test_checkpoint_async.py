@@ -16,32 +16,29 @@ from composable_fsdp import fully_shard, local_optimizer
 from composable_fsdp.checkpoint import latest, load, load_safetensors, save, save_safetensors
 from tests.helpers.checkpoint_worlds import Gate, all_ranks_raise, local, train
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 
 
-def everything(folder: Path) -> None:
+@pytest.mark.behaviour("F-11", "F-12")
+@on_ranks(2, timeout=60)
+def test_the_next_operation_waits_for_the_save(tmp_path: Path) -> None:
     """Run operations on rank 0 while rank 1, with a slow disk, is still writing."""
     model, slow = nn.Linear(3, 3), dist.get_rank() == 1
-    save_safetensors(model, folder / "files")
+    save_safetensors(model, tmp_path / "files")
     calls = {
-        "save": lambda: save(folder / "run", model),
-        "load": lambda: load(folder / "run", model),
-        "save_safetensors": lambda: save_safetensors(model, folder / "files"),
-        "load_safetensors": lambda: load_safetensors(model, folder / "files"),
+        "save": lambda: save(tmp_path / "run", model),
+        "load": lambda: load(tmp_path / "run", model),
+        "save_safetensors": lambda: save_safetensors(model, tmp_path / "files"),
+        "load_safetensors": lambda: load_safetensors(model, tmp_path / "files"),
     }
     for call in calls.values():
         with pytest.MonkeyPatch.context() as monkeypatch:
             gate = Gate(monkeypatch)
-            pending = save(folder / "run", model, asynchronous=True, timeout=20)
+            pending = save(tmp_path / "run", model, asynchronous=True, timeout=20)
             Timer(0.3 if slow else 0, gate.opened.set).start()
             call()
         assert pending.done()
-        assert latest(folder / "run") is not None
-
-
-@pytest.mark.behaviour("F-11", "F-12")
-def test_the_next_operation_waits_for_the_save(tmp_path: Path) -> None:
-    run_ranks(everything, 2, tmp_path, timeout=60)
+        assert latest(tmp_path / "run") is not None
 
 
 def failed(folder: Path) -> None:
@@ -68,15 +65,17 @@ def test_a_failed_save_is_raised_by_the_next_operation(tmp_path: Path) -> None:
     run_ranks(failed, 2, tmp_path, timeout=60)
 
 
-def asynchronous(folder: Path) -> None:
+@pytest.mark.behaviour("F-07", "F-12")
+@on_ranks(2)
+def test_training_continues_while_a_save_is_written(tmp_path: Path) -> None:
     task, optimizers = TASKS["tied"], []
     model = shard_layers(task.build(), fully_shard)
     optimizer = local_optimizer(torch.optim.AdamW(model.parameters()))
     train(model, optimizer, task, range(2), 2)
-    save(folder / "sync", model, optimizer)
+    save(tmp_path / "sync", model, optimizer)
     with pytest.MonkeyPatch.context() as monkeypatch:
         gate = Gate(monkeypatch)
-        pending = save(folder / "async", model, optimizer, asynchronous=True)
+        pending = save(tmp_path / "async", model, optimizer, asynchronous=True)
         train(model, optimizer, task, range(2, 4), 2)  # with collectives of its own
         assert not pending.done()
         gate.opened.set()
@@ -84,7 +83,7 @@ def asynchronous(folder: Path) -> None:
     for kind in ("sync", "async"):
         model = shard_layers(task.build(), fully_shard)
         optimizers.append(torch.optim.AdamW(model.parameters()))
-        load(folder / kind, model, optimizers[-1])
+        load(tmp_path / kind, model, optimizers[-1])
     for first, second in zip(optimizers[0].param_groups[0]["params"], model.parameters(), strict=True):
         assert torch.equal(local(first), local(second))
         states = optimizers[0].state[first], optimizers[1].state[second]
@@ -94,11 +93,6 @@ def asynchronous(folder: Path) -> None:
 
     state = {n: torch.zeros_like(v) for n, v in model.state_dict().items()}
     nested = {"model": state}
-    dcp.load(nested, checkpoint_id=folder / "sync" / "step-00000000")
+    dcp.load(nested, checkpoint_id=tmp_path / "sync" / "step-00000000")
     for name, value in model.state_dict().items():
         assert torch.equal(local(state[name]), local(value)), name
-
-
-@pytest.mark.behaviour("F-07", "F-12")
-def test_training_continues_while_a_save_is_written(tmp_path: Path) -> None:
-    run_ranks(asynchronous, 2, tmp_path)

@@ -23,7 +23,7 @@ from composable_fsdp.checkpoint import Full, Local, Sharded, load_state_dict, st
 from composable_fsdp.errors import ConfigurationError
 from tests._internals import OwnerRanks, to_form
 from tests._internals import model as forms
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, expected_shard
 from tests.helpers.state_dicts import (
     COUNT,
@@ -46,7 +46,9 @@ BF16: dict[str, Any] = {
 OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 
 
-def names() -> None:
+@pytest.mark.behaviour("F-01")
+@on_ranks(2)
+def test_names_are_those_of_the_unsharded_model() -> None:
     expected: Any = build().state_dict()
     for wrap in ("", "before", "after", "compiled"):
         model = shard(build(), wrap=wrap)
@@ -64,11 +66,6 @@ def names() -> None:
         given = {n.replace("layers.3.", "layers.3._orig_mod."): v for n, v in build().state_dict().items()}
         assert wrapped < set(given)
         load_state_dict(model, given)
-
-
-@pytest.mark.behaviour("F-01")
-def test_names_are_those_of_the_unsharded_model() -> None:
-    run_ranks(names, 2)
 
 
 def assert_shown(model: nn.Module, expected: dict[str, Any], mesh: DeviceMesh) -> None:
@@ -126,7 +123,9 @@ def test_every_form_has_the_trained_values_in_their_own_dtype_and_loads_back(sha
     run_ranks(all_forms, prod(shape), shape)
 
 
-def to_and_from_the_unsharded_model() -> None:
+@pytest.mark.behaviour("F-04")
+@on_ranks(2)
+def test_full_state_dicts_are_interchangeable_with_the_unsharded_model() -> None:
     model = shard(build(), wrap="before")
     optimizer = sgd(model)
     train(model, optimizer)
@@ -149,11 +148,6 @@ def to_and_from_the_unsharded_model() -> None:
     }
     load_state_dict(model, bf16)
     assert_exact(full_state_of(model)["layers.3.weight"], bf16["layers.3.weight"].float(), "cast")
-
-
-@pytest.mark.behaviour("F-04")
-def test_full_state_dicts_are_interchangeable_with_the_unsharded_model() -> None:
-    run_ranks(to_and_from_the_unsharded_model, 2)
 
 
 def mismatches() -> list[str]:
@@ -225,7 +219,9 @@ def test_mismatches_are_one_error_on_all_ranks_and_nothing_is_loaded() -> None:
     assert contradiction.startswith("broadcast_from_rank0 sends whole tensors, but form is Local(")
 
 
-def kept_unsharded() -> None:
+@pytest.mark.behaviour("F-04")
+@on_ranks(2)
+def test_parameters_kept_unsharded_compute_with_the_loaded_values() -> None:
     model = shard(build(), reshard_after_forward=False).eval()
     x = torch.ones(2, 5)
     with torch.no_grad():
@@ -236,11 +232,6 @@ def kept_unsharded() -> None:
         plain = build().eval()
         plain.load_state_dict(values)
         assert_close(model(x), plain(x))
-
-
-@pytest.mark.behaviour("F-04")
-def test_parameters_kept_unsharded_compute_with_the_loaded_values() -> None:
-    run_ranks(kept_unsharded, 2)
 
 
 class OneAtATime:
@@ -333,7 +324,9 @@ def test_parameters_on_meta_are_refused_and_to_empty_is_named() -> None:
     assert first.endswith("Call composable_fsdp.to_empty(model, device=...) first.")
 
 
-def saved_to_disk() -> None:
+@pytest.mark.behaviour("F-08")
+@on_ranks(2)
+def test_every_form_is_saved_and_loaded_by_torch() -> None:
     model = shard(build())
     train(model, sgd(model))
     expected = full_state_of(model)
@@ -346,8 +339,3 @@ def saved_to_disk() -> None:
         fresh = scramble(shard(build()))
         load_state_dict(fresh, found, form)
         same_values(full_state_of(fresh), expected)
-
-
-@pytest.mark.behaviour("F-08")
-def test_every_form_is_saved_and_loaded_by_torch() -> None:
-    run_ranks(saved_to_disk, 2)

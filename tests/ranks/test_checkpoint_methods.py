@@ -26,7 +26,7 @@ from composable_fsdp.errors import ConfigurationError
 from tests.helpers.checkpoint_worlds import local
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.state_dicts import (
     COUNT,
@@ -40,10 +40,12 @@ from tests.helpers.state_dicts import (
     shard,
     train,
 )
-from tests.helpers.transports import TRANSPORTS, Environment
+from tests.helpers.transports import TRANSPORTS
 
 
-def copied_state() -> None:
+@pytest.mark.behaviour("F-02")
+@on_ranks(2, transports=TRANSPORTS)
+def test_the_models_own_state_dict_can_be_copied_and_aliases_the_parameters() -> None:
     """Copy the state, as averages of weights and best checkpoints do, also of a model made on meta."""
     mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
     with torch.device("meta"):
@@ -68,12 +70,6 @@ def copied_state() -> None:
                 assert local(value).shape == local(parameter).shape, f"{name} on rank {rank}"
         holder.load_state_dict(best)
         same_values(full_state_of(holder), before)
-
-
-@pytest.mark.behaviour("F-02")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_the_models_own_state_dict_can_be_copied_and_aliases_the_parameters(transport: Environment) -> None:
-    run_ranks(copied_state, 2, environment=transport)
 
 
 def chosen_forms() -> str:
@@ -129,7 +125,9 @@ class Noted(nn.Linear):
         self.extra = state
 
 
-def hooks_of_modules() -> None:
+@pytest.mark.behaviour("F-04")
+@on_ranks(2)
+def test_load_hooks_of_modules_run_and_extra_state_is_set() -> None:
     for streams in (False, True):
         first = Noted()
         model = fully_shard(nn.Sequential(first, nn.Linear(3, 1)))
@@ -139,11 +137,6 @@ def hooks_of_modules() -> None:
         assert first.seen == [["0._extra_state", "0.bias", "0.weight"], []]
         assert_exact(first.extra, torch.full((5,), 2.0), "extra state")
         same_values(state_dict(model, Full()), values)
-
-
-@pytest.mark.behaviour("F-04")
-def test_load_hooks_of_modules_run_and_extra_state_is_set() -> None:
-    run_ranks(hooks_of_modules, 2)
 
 
 def uneven() -> nn.Module:

@@ -21,7 +21,7 @@ from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import latest, load, load_safetensors, save, save_safetensors
 from composable_fsdp.errors import CheckpointError
 from tests.helpers.checkpoint_worlds import all_ranks_raise
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 
 
 class Told(nn.Module):
@@ -95,18 +95,20 @@ def test_an_object_that_cannot_be_loaded_again_is_an_error_on_all_ranks(tmp_path
     run_ranks(fails_on, 2, place, tmp_path)
 
 
-def wrong_on_rank_1(folder: Path) -> None:
+@pytest.mark.behaviour("F-12")
+@on_ranks(2)
+def test_arguments_that_are_wrong_on_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
     """One rank's arguments are wrong: the others are told what it raised."""
     rank, (model, optimizer) = dist.get_rank(), built()
     is_wrong = rank == 1
     values: Any = [3] if is_wrong else {"step": 3}
     calls: dict[str, Callable[[], object]] = {
-        "extra must be a dict, not list": lambda: save(folder, model, optimizer, values, timeout=20),
-        "keep_last must be at least 1": lambda: save(folder, model, keep_last=1 - rank, timeout=20),
-        "step must not be negative": lambda: save(folder, model, step=-rank, timeout=20),
-        "path must be a str or a path, not int": lambda: load(rank or folder, model, timeout=20),  # type: ignore[arg-type]
-        "model must be an nn.Module": lambda: load_safetensors([model, 1][rank], folder, timeout=20),  # type: ignore[arg-type]
-        "path must be a str": lambda: save_safetensors(model, [folder, 1][rank], timeout=20),  # type: ignore[arg-type]
+        "extra must be a dict, not list": lambda: save(tmp_path, model, optimizer, values, timeout=20),
+        "keep_last must be at least 1": lambda: save(tmp_path, model, keep_last=1 - rank, timeout=20),
+        "step must not be negative": lambda: save(tmp_path, model, step=-rank, timeout=20),
+        "path must be a str or a path, not int": lambda: load(rank or tmp_path, model, timeout=20),  # type: ignore[arg-type]
+        "model must be an nn.Module": lambda: load_safetensors([model, 1][rank], tmp_path, timeout=20),  # type: ignore[arg-type]
+        "path must be a str": lambda: save_safetensors(model, [tmp_path, 1][rank], timeout=20),  # type: ignore[arg-type]
     }
     for text, call in calls.items():
         start = time.monotonic()
@@ -116,33 +118,27 @@ def wrong_on_rank_1(folder: Path) -> None:
         assert time.monotonic() - start < 10
     both: Any = [3]
     with pytest.raises(TypeError, match=r"^extra must be a dict, not list\. Call save\("):
-        save(folder, model, optimizer, both)
-    assert latest(folder) is None
-    save(folder, model, optimizer)
+        save(tmp_path, model, optimizer, both)
+    assert latest(tmp_path) is None
+    save(tmp_path, model, optimizer)
 
 
-@pytest.mark.behaviour("F-12")
-def test_arguments_that_are_wrong_on_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
-    run_ranks(wrong_on_rank_1, 2, tmp_path)
-
-
-def warns(folder: Path) -> None:
+@on_ranks(2)
+def test_a_warning_that_is_an_error_on_rank_0_comes_after_the_files_are_complete(tmp_path: Path) -> None:
     model, _ = built({"calls": 1})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if dist.get_rank() == 0:
             with pytest.raises(UserWarning, match="leaves out the extra state of modules: _extra_state"):
-                save_safetensors(model, folder, timeout=20)
+                save_safetensors(model, tmp_path, timeout=20)
         else:
-            save_safetensors(model, folder, timeout=20)
-    load_safetensors(model, folder)
+            save_safetensors(model, tmp_path, timeout=20)
+    load_safetensors(model, tmp_path)
 
 
-def test_a_warning_that_is_an_error_on_rank_0_comes_after_the_files_are_complete(tmp_path: Path) -> None:
-    run_ranks(warns, 2, tmp_path)
-
-
-def shards_in_extra(folder: Path) -> None:
+@pytest.mark.behaviour("F-12")
+@on_ranks(2)
+def test_shards_in_extra_are_refused(tmp_path: Path) -> None:
     model, optimizer = built()
     weight: Any = dict(model.named_parameters())["inner.weight"]
     momenta = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -157,17 +153,14 @@ def shards_in_extra(folder: Path) -> None:
         with all_ranks_raise(
             rf"{name} cannot be saved: TypeError: it has DTensors, of which each rank would save its own"
         ):
-            save(folder, model, optimizer, extra, weights_only=False)
-    save(folder, model, optimizer, {"full": weight.full_tensor()})
+            save(tmp_path, model, optimizer, extra, weights_only=False)
+    save(tmp_path, model, optimizer, {"full": weight.full_tensor()})
 
 
 @pytest.mark.behaviour("F-12")
-def test_shards_in_extra_are_refused(tmp_path: Path) -> None:
-    run_ranks(shards_in_extra, 2, tmp_path)
-
-
-def saves_while_the_directory_changes(folder: Path) -> None:
-    place, elsewhere = folder / "place", folder / "elsewhere"
+@on_ranks(2)
+def test_an_asynchronous_save_goes_to_the_directory_that_was_current_when_it_was_called(tmp_path: Path) -> None:
+    place, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
     for each in (place, elsewhere):
         each.mkdir(exist_ok=True)
     before = Path.cwd()
@@ -182,11 +175,6 @@ def saves_while_the_directory_changes(folder: Path) -> None:
     assert latest(place / "runs") == pending.path
     assert not list(elsewhere.iterdir())
     load(place / "runs", built()[0])
-
-
-@pytest.mark.behaviour("F-12")
-def test_an_asynchronous_save_goes_to_the_directory_that_was_current_when_it_was_called(tmp_path: Path) -> None:
-    run_ranks(saves_while_the_directory_changes, 2, tmp_path)
 
 
 class Views(nn.Module):

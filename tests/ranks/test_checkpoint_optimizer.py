@@ -34,7 +34,7 @@ from tests._internals import Form, parameter_names
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, expected_shard
 from tests.helpers.state_dicts import (
     FORMS,
@@ -316,7 +316,9 @@ def test_the_state_of_an_optimizer_made_before_sharding_is_refused() -> None:
     assert loaded == saved
 
 
-def uneven_tensor_parallel() -> None:
+@pytest.mark.behaviour("F-09")
+@on_ranks(4)
+def test_uneven_tensor_parallel_state_in_every_form() -> None:
     mesh, task = named_mesh(dp=2, tp=2), PAIRS
 
     def parallel() -> tuple[nn.Module, Optimizer]:
@@ -348,11 +350,8 @@ def uneven_tensor_parallel() -> None:
 
 
 @pytest.mark.behaviour("F-09")
-def test_uneven_tensor_parallel_state_in_every_form() -> None:
-    run_ranks(uneven_tensor_parallel, 4)
-
-
-def offloaded() -> None:
+@on_ranks(2)
+def test_state_of_offloaded_parameters() -> None:
     model = shard(build(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = adamw(model.parameters())
     train(model, optimizer)
@@ -368,15 +367,12 @@ def offloaded() -> None:
     same_values({"exp_avg": sharded.full_tensor()}, {"exp_avg": value})
 
 
-@pytest.mark.behaviour("F-09")
-def test_state_of_offloaded_parameters() -> None:
-    run_ranks(offloaded, 2)
-
-
 # -- in checkpoints on disk
 
 
-def plain_shards(folder: Path) -> None:
+@pytest.mark.behaviour("F-09")
+@on_ranks(2)
+def test_plain_shards_of_an_optimizer_have_the_local_form_only(tmp_path: Path) -> None:
     """An optimizer that keeps plain local tensors resumes from the local form; all others are refused by name."""
     model = shard(build())
     optimizer = LocalMomentum(model.parameters())
@@ -384,21 +380,16 @@ def plain_shards(folder: Path) -> None:
     before = copy.deepcopy(optimizer_state_dict(model, optimizer, Local()))
     text = r"momentum is a plain tensor with other values on rank 1 than on rank 0, but only one is saved\. Have"
     for call in (
-        lambda: save(folder, model, optimizer),
+        lambda: save(tmp_path, model, optimizer),
         lambda: optimizer_state_dict(model, optimizer, Full()),
         lambda: optimizer_state_dict(model, optimizer, Sharded()),
     ):
         with all_ranks_raise(text):
             call()
-    assert not list(folder.glob("step-*"))
+    assert not list(tmp_path.glob("step-*"))
     train(model, optimizer)
     load_optimizer_state_dict(model, optimizer, before, Local())
     same_state(optimizer_state_dict(model, optimizer, Local())["state"], before["state"])
-
-
-@pytest.mark.behaviour("F-09")
-def test_plain_shards_of_an_optimizer_have_the_local_form_only(tmp_path: Path) -> None:
-    run_ranks(plain_shards, 2, tmp_path)
 
 
 class RowScales(Optimizer):
@@ -413,23 +404,22 @@ class RowScales(Optimizer):
             self.state[parameter]["energy"] = parameter.grad.to_local().square().sum(0)
 
 
-def differs(folder: Path) -> None:
+@pytest.mark.behaviour("F-09")
+@on_ranks(2)
+def test_plain_state_that_differs_is_refused(tmp_path: Path) -> None:
     model = shard_layers(TASKS["mlp"].build(), fully_shard)
     optimizer = RowScales(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) * (1 + dist.get_rank())
     optimizer.step()
     with all_ranks_raise(r"energy is a plain tensor with other values on rank 1 than on rank 0, but only one is saved"):
-        save(folder, model, optimizer)
-    assert not list(folder.glob("step-*"))
+        save(tmp_path, model, optimizer)
+    assert not list(tmp_path.glob("step-*"))
 
 
 @pytest.mark.behaviour("F-09")
-def test_plain_state_that_differs_is_refused(tmp_path: Path) -> None:
-    run_ranks(differs, 2, tmp_path)
-
-
-def stages(folder: Path) -> None:
+@on_ranks(2)
+def test_optimizers_of_the_stages_of_a_pipeline_are_one_checkpoint(tmp_path: Path) -> None:
     """Give each rank another pipeline stage, with its own learning rate; both have the same norm."""
     rank = dist.get_rank()
 
@@ -441,15 +431,10 @@ def stages(folder: Path) -> None:
     model, optimizer = stage()
     model["norm"](model[f"stage{rank}"](torch.ones(2, 3))).square().sum().backward()
     optimizer.step()
-    save(folder, model, optimizer)
+    save(tmp_path, model, optimizer)
     fresh, fresh_optimizer = stage()
-    load(folder, fresh, fresh_optimizer)
+    load(tmp_path, fresh, fresh_optimizer)
     assert [group["lr"] for group in fresh_optimizer.param_groups] == [0.1 + rank, 1e-3]
     for (name, new), old in zip(fresh.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(new, old), name
         assert torch.equal(fresh_optimizer.state[new]["exp_avg"], optimizer.state[old]["exp_avg"]), name
-
-
-@pytest.mark.behaviour("F-09")
-def test_optimizers_of_the_stages_of_a_pipeline_are_one_checkpoint(tmp_path: Path) -> None:
-    run_ranks(stages, 2, tmp_path)

@@ -24,11 +24,13 @@ from composable_fsdp.checkpoint import (
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.state_dicts import FORMS, build, full_state_of, same_values, scramble, sgd, shard, train
 
 
-def other_placements() -> None:
+@pytest.mark.behaviour("F-04")
+@on_ranks(4)
+def test_sharded_values_may_have_other_meshes_and_placements() -> None:
     model = shard(build(), init_device_mesh("cpu", (4,)))
     train(model, sgd(model))
     expected = full_state_of(model)
@@ -52,12 +54,9 @@ def other_placements() -> None:
     assert float(full_state_of(model)["flag"]) == 9
 
 
-@pytest.mark.behaviour("F-04")
-def test_sharded_values_may_have_other_meshes_and_placements() -> None:
-    run_ranks(other_placements, 4)
-
-
-def uneven_tensor_parallel() -> None:
+@pytest.mark.behaviour("F-02", "F-04")
+@on_ranks(4)
+def test_uneven_tensor_parallel_shards_in_every_form() -> None:
     mesh = named_mesh(dp=2, tp=2)
 
     def parallel() -> nn.Module:
@@ -77,11 +76,6 @@ def uneven_tensor_parallel() -> None:
         same_values(full_state_of(fresh), expected)
 
 
-@pytest.mark.behaviour("F-02", "F-04")
-def test_uneven_tensor_parallel_shards_in_every_form() -> None:
-    run_ranks(uneven_tensor_parallel, 4)
-
-
 class ExpertOnEachRank(nn.Module):
     """A layer that all ranks have, and an expert that differs between adjacent ranks."""
 
@@ -93,7 +87,9 @@ class ExpertOnEachRank(nn.Module):
         nn.init.constant_(self.expert.weight, index)
 
 
-def experts() -> None:
+@pytest.mark.behaviour("F-02", "F-04", "F-05")
+@on_ranks(4)
+def test_experts_on_another_mesh_have_their_own_first_rank() -> None:
     mesh = named_mesh(edp=2, ep=2)
     data, index, rank = mesh["edp", "ep"]._flatten("dp"), mesh.get_local_rank("ep"), dist.get_rank()
 
@@ -121,8 +117,3 @@ def experts() -> None:
             fresh = scramble(make())
             load_state_dict(fresh, found, form)
             same_values(full_state_of(fresh), expected)
-
-
-@pytest.mark.behaviour("F-02", "F-04", "F-05")
-def test_experts_on_another_mesh_have_their_own_first_rank() -> None:
-    run_ranks(experts, 4)

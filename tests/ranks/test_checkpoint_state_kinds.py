@@ -30,7 +30,7 @@ from composable_fsdp.checkpoint import (
 )
 from composable_fsdp.errors import CheckpointError
 from tests.helpers.checkpoint_worlds import all_ranks_raise
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 
 
 class Everything(torch.optim.SGD):
@@ -147,14 +147,15 @@ def test_every_kind_comes_back_on_meshes_of_two_dims(tmp_path: Path) -> None:
     run_ranks(loads, 4, tmp_path / "both", "tensor parallel")
 
 
-def refusals(folder: Path) -> None:
+@on_ranks(2)
+def test_what_one_rank_alone_would_save_is_refused(tmp_path: Path) -> None:
     model = built("plain")
     weight: Any = next(model.parameters())
 
     def refused(value: Any, text: str, *, key: Any = weight) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.state[key] = {"a": [torch.zeros(1), {"b": value}]} if key is weight else {"b": value}
-        for call in (lambda: save(folder, model, optimizer), lambda: optimizer_state_dict(model, optimizer, Full())):
+        for call in (lambda: save(tmp_path, model, optimizer), lambda: optimizer_state_dict(model, optimizer, Full())):
             with pytest.raises(CheckpointError) as raised:
                 call()
             assert text in str(raised.value), str(raised.value)
@@ -168,10 +169,6 @@ def refusals(folder: Path) -> None:
     refused(partial, "is a DTensor of partial sums, (Partial(sum),). Keep it reduced")
     refused(torch.full((3,), float(dist.get_rank())), "is a plain tensor with other values on rank 1 than on rank 0")
     refused(shard, "optimizer.state.mine.b is a DTensor of no sharded parameter. Keep it in the state of", key="mine")
-
-
-def test_what_one_rank_alone_would_save_is_refused(tmp_path: Path) -> None:
-    run_ranks(refusals, 2, tmp_path)
 
 
 class Precise(torch.optim.SGD):
@@ -271,7 +268,9 @@ def test_settings_of_every_type_and_key_come_back(tmp_path: Path) -> None:
     run_ranks(settings, 3, tmp_path, saves=False)
 
 
-def state_of_some_ranks(folder: Path) -> None:
+@pytest.mark.behaviour("F-09")
+@on_ranks(4)
+def test_state_that_differs_between_ranks_is_refused_unless_a_shard_is_empty(tmp_path: Path) -> None:
     model, rank = built("hybrid"), dist.get_rank()
     weight, last = (model.get_parameter(name) for name in ("1.weight", "2.weight"))  # of 5 rows and of 1 row
 
@@ -284,7 +283,7 @@ def state_of_some_ranks(folder: Path) -> None:
         changed = optimizer()
         change(changed)
         with all_ranks_raise(text):
-            save(folder / "no", model, changed)
+            save(tmp_path / "no", model, changed)
 
     some = optimizer()
     expected = state_of(model, some)
@@ -293,9 +292,9 @@ def state_of_some_ranks(folder: Path) -> None:
     if rank % 2:  # the row is on ranks 0 and 2
         some.state[last]["step"] = torch.tensor(0.0)
         some.state[last]["note"] = "no step here"
-    save(folder, model, some)
+    save(tmp_path, model, some)
     fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
-    load(folder, model, fresh)
+    load(tmp_path, model, fresh)
     assert state_of(model, fresh) == expected
 
     if rank == 3:
@@ -315,12 +314,8 @@ def state_of_some_ranks(folder: Path) -> None:
     )
 
 
-@pytest.mark.behaviour("F-09")
-def test_state_that_differs_between_ranks_is_refused_unless_a_shard_is_empty(tmp_path: Path) -> None:
-    run_ranks(state_of_some_ranks, 4, tmp_path)
-
-
-def loads_of_torch(folder: Path) -> None:
+@on_ranks(2)
+def test_lists_and_dicts_of_torchs_checkpoints_load(tmp_path: Path) -> None:
     """torch records paths: containers that it does not record are those of the optimizer that loads, if it has any."""
     model = built("plain")
     optimizer = Everything(model.parameters(), lr=0.1)
@@ -329,30 +324,26 @@ def loads_of_torch(folder: Path) -> None:
     for entry in entries:
         entry["last"] = tuple(entry["last"])  # DCP looks into lists and dicts only, and pickles the rest
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=folder / "opaque")
+    dcp.save(state, checkpoint_id=tmp_path / "opaque")
     new = built("plain", seed=1)
     with pytest.raises(CheckpointError, match=r"optimizer\.state\..* cannot be read: .* has a .*DTensor, which is not"):
-        load(folder / "opaque", new, Everything(new.parameters(), lr=0.1), strict=False)
+        load(tmp_path / "opaque", new, Everything(new.parameters(), lr=0.1), strict=False)
     with pytest.raises(CheckpointError) as raised:
-        load(folder / "opaque", new, Everything(new.parameters(), lr=0.1), strict=False, weights_only=False)
+        load(tmp_path / "opaque", new, Everything(new.parameters(), lr=0.1), strict=False, weights_only=False)
     for name in ("last", "deep.0"):
         assert f"optimizer state {name} of 0.weight: a tuple that holds a DTensor, saved of one" in str(raised.value)
     for entry in entries:
         entry["last"], entry["deep"] = list(entry["last"]), {0: list(entry["deep"][0])}
     state["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    dcp.save(state, checkpoint_id=folder)
+    dcp.save(state, checkpoint_id=tmp_path)
     expected = state_of(model, optimizer)
     stepped, fresh = (Everything(new.parameters(), lr=0.1) for _ in range(2))
     train(new, stepped, 5, 6)
-    load(folder, new, stepped)
+    load(tmp_path, new, stepped)
     for name, found in state_of(new, stepped).items():
         assert found["last"] == ("deque", 2, expected[name]["last"][2])
         assert found["deep"] == {0: ("tuple", None, expected[name]["deep"][0][2])}
-    load(folder, new, fresh)
+    load(tmp_path, new, fresh)
     for name, found in state_of(new, fresh).items():
         assert found["last"] == expected[name]["last"]
         assert found["deep"]["0"][2][0] == expected[name]["deep"][0][2][0]
-
-
-def test_lists_and_dicts_of_torchs_checkpoints_load(tmp_path: Path) -> None:
-    run_ranks(loads_of_torch, 2, tmp_path)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import load, load_optimizer_state_dict, save
 from tests.helpers.checkpoint_worlds import all_ranks_raise
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 
 Groups = Iterable[dict[str, Any]]
 
@@ -118,16 +118,12 @@ def torch_to_ours(name: str, folder: Path) -> None:
         assert_equal(found, wanted)
 
 
-def every_way(folder: Path) -> None:
-    for name in OPTIMIZERS:
-        ours_to_torch(name, folder)
-        torch_to_ours(name, folder)
-
-
 @pytest.mark.behaviour("F-07", "F-09")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_torch_reads_ours_and_ours_torchs_for_each_optimizer(tmp_path: Path, ranks: int) -> None:
-    run_ranks(every_way, ranks, tmp_path)
+@on_ranks(1, 2)
+def test_torch_reads_ours_and_ours_torchs_for_each_optimizer(tmp_path: Path) -> None:
+    for name in OPTIMIZERS:
+        ours_to_torch(name, tmp_path)
+        torch_to_ours(name, tmp_path)
 
 
 def on_more_ranks(folder: Path, ranks: int) -> None:
@@ -154,20 +150,17 @@ def test_a_flattened_state_dict_is_loaded_on_another_number_of_ranks(tmp_path: P
     run_ranks(on_more_ranks, 3, tmp_path, 2)
 
 
-def other_groups(folder: Path) -> None:
+@pytest.mark.behaviour("F-09", "F-12")
+@on_ranks(2)
+def test_settings_by_parameter_that_make_no_group_and_flattened_state_in_memory_are_named(tmp_path: Path) -> None:
     wanted = trained("AdamW")
-    dcp.save(state_by_torch(*wanted, flat=True), checkpoint_id=folder / "flat")
+    dcp.save(state_by_torch(*wanted, flat=True), checkpoint_id=tmp_path / "flat")
     model, _ = built("AdamW", 9.0)
     one = torch.optim.AdamW(model.parameters(), amsgrad=True)
     with all_ranks_raise(r"saved settings differ within one group: head\.weight, head\.bias, head\.state\.weight, "):
-        load(folder / "flat", model, one)
+        load(tmp_path / "flat", model, one)
     fewer = torch.optim.AdamW(list(model.parameters())[:2], amsgrad=True)
     with all_ranks_raise(r"param_group of head\.state\.bias: members: 1"):
-        load(folder / "flat", model, fewer)
+        load(tmp_path / "flat", model, fewer)
     with all_ranks_raise(r"torch made it with flatten_optimizer_state_dict=True\. Pass one without"):
         load_optimizer_state_dict(*wanted, state_by_torch(*wanted, flat=True)["optimizer"])
-
-
-@pytest.mark.behaviour("F-09", "F-12")
-def test_settings_by_parameter_that_make_no_group_and_flattened_state_in_memory_are_named(tmp_path: Path) -> None:
-    run_ranks(other_groups, 2, tmp_path)

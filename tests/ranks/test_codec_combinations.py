@@ -34,7 +34,7 @@ from tests._internals import (
     take_gradients,
 )
 from tests.helpers.counted_collectives import COMMUNICATORS
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import SOCKETS
 
 EXACT = Cast(torch.float32)
@@ -121,7 +121,9 @@ class OneBuffer:
         raise AssertionError("encoded gradients must not use this collective")
 
 
-def customize() -> None:
+@pytest.mark.behaviour("E-09")
+@on_ranks(2)
+def test_encoded_gradients_do_not_take_memory_of_a_custom_reduce_scatter() -> None:
     model, plain = layers(CommunicationPolicy(reduce_scatter=EXACT, min_numel=1)), layers(None)
     for layer in (model[0], model[2]):
         layer.set_custom_reduce_scatter(OneBuffer())
@@ -132,11 +134,8 @@ def customize() -> None:
 
 
 @pytest.mark.behaviour("E-09")
-def test_encoded_gradients_do_not_take_memory_of_a_custom_reduce_scatter() -> None:
-    run_ranks(customize, 2)
-
-
-def watch_hook() -> None:
+@on_ranks(2)
+def test_user_hooks_see_no_uninitialised_memory() -> None:
     model = layers(CommunicationPolicy(reduce_scatter=EXACT, min_numel=1))
     finite: list[bool] = []
     for layer in (model[0], model[2]):
@@ -146,11 +145,6 @@ def watch_hook() -> None:
     backward(model)
     torch.use_deterministic_algorithms(False)
     assert finite == [True] * 4
-
-
-@pytest.mark.behaviour("E-09")
-def test_user_hooks_see_no_uninitialised_memory() -> None:
-    run_ranks(watch_hook, 2)
 
 
 class Rows(nn.Module):
@@ -167,7 +161,9 @@ class Rows(nn.Module):
         return ((self.first + self.second) * 1e7 ** (rows % 2) * rows).sum()
 
 
-def compare_rows() -> None:
+@pytest.mark.behaviour("E-08", "E-09")
+@on_ranks(2)
+def test_rows_of_every_parameter_have_scales_of_their_own() -> None:
     model: Any = Rows()
     exact = [p.detach().clone() for p in model.parameters()]
     codec = Float8(per_row=True)
@@ -183,12 +179,9 @@ def compare_rows() -> None:
         torch.testing.assert_close(gradient, expected.contiguous(), rtol=1 / 16, atol=0)
 
 
-@pytest.mark.behaviour("E-08", "E-09")
-def test_rows_of_every_parameter_have_scales_of_their_own() -> None:
-    run_ranks(compare_rows, 2)
-
-
-def watch_gradients() -> None:
+@pytest.mark.behaviour("E-09")
+@on_ranks(2)
+def test_gradients_are_encoded_on_the_current_stream_and_freed_before_communication() -> None:
     """Check that gradients are read on the stream that wrote them, before the communication stream runs, then freed."""
     happened: list[str] = []
     taken: list[weakref.ref[torch.Tensor]] = []
@@ -219,11 +212,8 @@ def watch_gradients() -> None:
 
 
 @pytest.mark.behaviour("E-09")
-def test_gradients_are_encoded_on_the_current_stream_and_freed_before_communication() -> None:
-    run_ranks(watch_gradients, 2)
-
-
-def several_roots() -> None:
+@on_ranks(2, environment=SOCKETS)
+def test_residuals_of_several_roots_in_one_module_have_names_of_their_own() -> None:
     policy = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int8()), min_numel=100)
     model = layers(policy, root=False)
     backward(model)
@@ -233,11 +223,6 @@ def several_roots() -> None:
     assert [row.group for row in communication_report(model).rows] == ["0", "0", "2", "2"]
     for entry in state.values():
         assert entry["residual"].to_local().any()
-
-
-@pytest.mark.behaviour("E-09")
-def test_residuals_of_several_roots_in_one_module_have_names_of_their_own() -> None:
-    run_ranks(several_roots, 2, environment=SOCKETS)
 
 
 def hang(local: Any) -> None:
@@ -294,14 +279,11 @@ class Rooted(nn.Module):
         return out
 
 
-def call_a_child_root() -> None:
+@pytest.mark.behaviour("C-01")
+@on_ranks(2)
+def test_a_module_may_be_called_root() -> None:
     model = Rooted()
     fully_shard(model.root)
     fully_shard(model)
     model(torch.randn(2, 6)).sum().backward()
     assert {row.group for row in communication_report(model).rows} == {"root", "(root)"}
-
-
-@pytest.mark.behaviour("C-01")
-def test_a_module_may_be_called_root() -> None:
-    run_ranks(call_a_child_root, 2)

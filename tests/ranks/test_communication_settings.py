@@ -23,7 +23,7 @@ from tests._internals import find_state, is_over_group, state_of
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import sharded
 from tests.helpers.training import check_parity, local_shard, play_task
 from tests.helpers.transports import SOCKETS
@@ -90,7 +90,9 @@ def test_gradients_are_divided_once_by_the_factor_in_every_dtype(mesh_shape: tup
     run_ranks(divide_in_every_way, torch.Size(mesh_shape).numel(), mesh_shape)
 
 
-def reduce_in_half_precision() -> None:
+@pytest.mark.behaviour("D-01")
+@on_ranks(4)
+def test_a_reduction_in_fp16_neither_overflows_nor_vanishes() -> None:
     """Reduce four gradients of 20000, whose sum overflows fp16 and whose mean does not; tiny ones are kept too."""
     model = nn.Linear(4, 4, bias=False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
@@ -100,11 +102,6 @@ def reduce_in_half_precision() -> None:
         gradient = model.weight.grad
         assert isinstance(gradient, DTensor)
         torch.testing.assert_close(gradient.to_local(), torch.full((1, 4), value), rtol=0.1, atol=0)
-
-
-@pytest.mark.behaviour("D-01")
-def test_a_reduction_in_fp16_neither_overflows_nor_vanishes() -> None:
-    run_ranks(reduce_in_half_precision, 4)
 
 
 # -- the all-reduce hook
@@ -373,7 +370,9 @@ def use_own_collectives(library: Any) -> tuple[list[object], list[object], Any]:
     return gather.notes, scatter.notes, model
 
 
-def are_asked_what_torch_asks() -> None:
+@pytest.mark.behaviour("C-09", "I-01")
+@on_ranks(2)
+def test_custom_collectives_allocate_and_wait_like_those_of_torch() -> None:
     gathers, scatters, model = use_own_collectives(ours)
     of_torch = use_own_collectives(torch_fsdp)
     assert (gathers, scatters) == of_torch[:2]
@@ -386,11 +385,6 @@ def are_asked_what_torch_asks() -> None:
         gradient = model.get_parameter(name).grad
         assert parameter.grad is not None
         torch.testing.assert_close(gradient.to_local(), local_shard(parameter.grad, gradient))
-
-
-@pytest.mark.behaviour("C-09", "I-01")
-def test_custom_collectives_allocate_and_wait_like_those_of_torch() -> None:
-    run_ranks(are_asked_what_torch_asks, 2)
 
 
 class Uneven(nn.Module):

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from composable_fsdp import fully_shard
 from composable_fsdp.trace import Recorder
 from tests.helpers.models import seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import assert_equal_runs, check_parity, play_task, train
 
 
@@ -131,7 +131,9 @@ WAYS = (
 )
 
 
-def compile_one_after_the_other() -> None:
+@pytest.mark.behaviour("C-15")
+@on_ranks(1)
+def test_models_are_compiled_one_after_the_other_in_a_process() -> None:
     """Compile models without a reset in between: code compiled for the first must not be used for the next."""
     x, build = torch.randn(2, 8), seeded(Gates, depth=2)
     expected = build()(x).sum()
@@ -144,11 +146,6 @@ def compile_one_after_the_other() -> None:
                 loss = model(x).sum()
                 loss.backward()
                 torch.testing.assert_close(loss, expected)
-
-
-@pytest.mark.behaviour("C-15")
-def test_models_are_compiled_one_after_the_other_in_a_process() -> None:
-    run_ranks(compile_one_after_the_other, 1)
 
 
 def train_compiled(steps: int) -> None:
@@ -182,7 +179,9 @@ def check_graphs(what: str) -> None:
     assert len(GRAPHS) < 12, f"{what}: compiled {len(GRAPHS)} times"
 
 
-def explain_a_block() -> None:
+@pytest.mark.behaviour("C-15", "M-04")
+@on_ranks(1)
+def test_a_sharded_block_is_one_graph() -> None:
     model = seeded(Gates, depth=2)()
     assert isinstance(model, Gates)
     sharded(model)
@@ -192,24 +191,9 @@ def explain_a_block() -> None:
         assert (found.graph_count, found.graph_break_count) == (1, 0), found
 
 
-@pytest.mark.behaviour("C-15", "M-04")
-def test_a_sharded_block_is_one_graph() -> None:
-    run_ranks(explain_a_block, 1)
-
-
 @pytest.mark.behaviour("C-15", "C-13")
 def test_compiled_blocks_and_models_train_like_eager_ones() -> None:
     run_ranks(train_compiled, 2, 5, timeout=150)
-
-
-def train_with(backend: str) -> None:
-    def shard(model: nn.Module) -> None:
-        model.get_submodule("layers.0").compile(backend=backend, fullgraph=True)
-        shard_layers(model, fully_shard)
-
-    with fresh_compiler():
-        check_parity(seeded(Gates, depth=1), play_task("chain"), shard=shard, steps=3)
-        assert not torch._dynamo.utils.counters["graph_break"]
 
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -217,5 +201,12 @@ NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
 
 @pytest.mark.behaviour("C-15", "M-04")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
+@on_ranks(2, timeout=150)
 def test_blocks_compiled_by_other_backends_train_like_eager_ones(backend: str) -> None:
-    run_ranks(train_with, 2, backend, timeout=150)
+    def shard(model: nn.Module) -> None:
+        model.get_submodule("layers.0").compile(backend=backend, fullgraph=True)
+        shard_layers(model, fully_shard)
+
+    with fresh_compiler():
+        check_parity(seeded(Gates, depth=1), play_task("chain"), shard=shard, steps=3)
+        assert not torch._dynamo.utils.counters["graph_break"]

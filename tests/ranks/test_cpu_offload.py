@@ -14,11 +14,13 @@ from composable_fsdp import CPUOffloadPolicy, OffloadPolicy, cpu_offload_by_budg
 from composable_fsdp.trace import Recorder
 from tests._internals import state_of
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.training import OPTIMIZERS, assert_equal_runs, play_task, train
 
 
-def compare_offload_policies() -> None:
+@pytest.mark.behaviour("D-02")
+@on_ranks(2)
+def test_cpu_offload_on_a_cpu_mesh_changes_nothing() -> None:
     rank = dist.get_rank()
     policies = (OffloadPolicy(), CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False), peer.CPUOffloadPolicy())
     runs, traces = [], []
@@ -34,11 +36,6 @@ def compare_offload_policies() -> None:
     for run, trace in zip(runs[1:], traces[1:], strict=True):
         assert_equal_runs(run, runs[0], exact=True)
         assert trace == traces[0]
-
-
-@pytest.mark.behaviour("D-02")
-def test_cpu_offload_on_a_cpu_mesh_changes_nothing() -> None:
-    run_ranks(compare_offload_policies, 2)
 
 
 def offloaded(model: nn.Module) -> set[str]:
@@ -60,7 +57,9 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Linear(8, 4))
 
 
-def offload_by_name() -> None:
+@pytest.mark.behaviour("D-02")
+@on_ranks(2)
+def test_parameters_are_offloaded_by_name() -> None:
     chosen = {"1.0.weight": CPUOffloadPolicy(), "2.bias": peer.CPUOffloadPolicy(), "2.weight": OffloadPolicy()}
     expected = {"1.0.weight", "2.bias"}
     by_policy = build()
@@ -85,8 +84,3 @@ def offload_by_name() -> None:
             assert torch.equal(parameter.grad.full_tensor(), of_plain.grad.full_tensor()), what  # type: ignore[union-attr]
     after = build()  # names and sizes of sharded parameters are those of full ones
     assert cpu_offload_by_budget(fully_shard(after), 500) == cpu_offload_by_budget(build(), 500) != {}
-
-
-@pytest.mark.behaviour("D-02")
-def test_parameters_are_offloaded_by_name() -> None:
-    run_ranks(offload_by_name, 2)

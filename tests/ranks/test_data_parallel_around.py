@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import fully_shard
 from tests._internals import local_part
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 
 
 class Body(nn.Module):
@@ -77,11 +77,8 @@ def keep_a_state_dict() -> None:
         assert bool((state["weight"].full_tensor() == 5).all())
 
 
-def around_and_kept() -> None:
+@pytest.mark.behaviour("A-11", "F-02")
+@on_ranks(2)
+def test_ddp_around_a_sharded_part_and_a_state_dict_that_is_kept() -> None:
     replicate_around_a_sharded_part()
     keep_a_state_dict()
-
-
-@pytest.mark.behaviour("A-11", "F-02")
-def test_ddp_around_a_sharded_part_and_a_state_dict_that_is_kept() -> None:
-    run_ranks(around_and_kept, 2)

@@ -21,7 +21,7 @@ from composable_fsdp.policies import ReshardKind
 from composable_fsdp.trace import Recorder
 from tests._internals import reads_shards, state_of
 from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 
 
@@ -247,7 +247,9 @@ class Generator(nn.Module):
         return self.generate(x)
 
 
-def registered_methods_are_those_of_the_copy() -> None:
+@pytest.mark.behaviour("A-18", "C-08")
+@on_ranks(2)
+def test_registered_methods_of_a_copy_are_its_own() -> None:
     model = fully_shard(Generator())
     register_fsdp_forward_method(model, "generate")
     clone = copy.deepcopy(model)
@@ -260,12 +262,9 @@ def registered_methods_are_those_of_the_copy() -> None:
     assert model.generate.__name__ == "generate"
 
 
-@pytest.mark.behaviour("A-18", "C-08")
-def test_registered_methods_of_a_copy_are_its_own() -> None:
-    run_ranks(registered_methods_are_those_of_the_copy, 2)
-
-
-def models_are_freed() -> None:
+@pytest.mark.behaviour("C-03")
+@on_ranks(1, 2)
+def test_an_unreferenced_model_is_freed() -> None:
     """Check that an unreferenced sharded model is freed, trained or not."""
     for steps in (0, 1):
         model = shard_layers(TASKS["mlp"].build(), fully_shard)
@@ -275,9 +274,3 @@ def models_are_freed() -> None:
         del model
         gc.collect()
         assert gone() is None, f"after {steps} steps"
-
-
-@pytest.mark.behaviour("C-03")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_unreferenced_model_is_freed(world_size: int) -> None:
-    run_ranks(models_are_freed, world_size)

@@ -31,7 +31,7 @@ from tests.helpers.faults import (
     step,
 )
 from tests.helpers.hanging_backend import HANGING, HangingGroup, hanging_device
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.slack import slack
 
 LIMIT = 6.0
@@ -102,7 +102,9 @@ def test_different_sizes_are_found_before_the_launch() -> None:
         assert "rank 1: all-gather of odd (20 bytes in 1 tensors" in error.text
 
 
-def train_well() -> None:
+@pytest.mark.behaviour("G-01")
+@on_ranks(2)
+def test_training_compares_only_new_operations_and_equals_the_unsharded_model() -> None:
     with hanging_device() as device:
         model = build(backend=HANGING)
         full = Layers()
@@ -121,11 +123,6 @@ def train_well() -> None:
             torch.testing.assert_close(ours.to_local(), theirs.chunk(2)[dist.get_rank()])
         assert counts[0] > 0
         assert any(before == after for before, after in pairwise(counts)), "a step like an earlier one compares nothing"
-
-
-@pytest.mark.behaviour("G-01")
-def test_training_compares_only_new_operations_and_equals_the_unsharded_model() -> None:
-    run_ranks(train_well, 2)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import DivergenceError, MixedPrecisionPolicy, fully_shard
 from tests.helpers.counted_collectives import counted_collectives
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.slack import slack
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
@@ -112,7 +112,10 @@ DIFFERENCES: dict[str, tuple[Callable[[], nn.Sequential], str, str]] = {
 }
 
 
-def build_another_on_the_last_rank(difference: str) -> None:
+@pytest.mark.behaviour("H-02", "H-05")
+@pytest.mark.parametrize("difference", DIFFERENCES)
+@on_ranks(2, transports=TRANSPORTS)
+def test_the_differences_are_in_the_error_of_every_rank(difference: str) -> None:
     build, usual, other = DIFFERENCES[difference]
 
     def first_forward() -> None:
@@ -130,25 +133,14 @@ def build_another_on_the_last_rank(difference: str) -> None:
     shard(build_two())(torch.ones(2, 8))  # no state is broken: ranks with the same model continue
 
 
-@pytest.mark.behaviour("H-02", "H-05")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-@pytest.mark.parametrize("difference", DIFFERENCES)
-def test_the_differences_are_in_the_error_of_every_rank(difference: str, transport: Environment) -> None:
-    run_ranks(build_another_on_the_last_rank, 2, difference, environment=transport)
-
-
-def synchronise_other_shapes() -> None:
+@pytest.mark.behaviour("H-02")
+@on_ranks(2, transports=TRANSPORTS)
+def test_values_of_other_shapes_are_not_sent() -> None:
     model = build_two(width=12 if dist.get_rank() == 1 else 8)
     with pytest.raises(
         DivergenceError, match=r"rank 0: up\.weight: float32 \(8, 8\)\n  rank 1: up\.weight: float32 \(12"
     ):
         fully_shard(model[1], sync_module_states=True)
-
-
-@pytest.mark.behaviour("H-02")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_values_of_other_shapes_are_not_sent(transport: Environment) -> None:
-    run_ranks(synchronise_other_shapes, 2, environment=transport)
 
 
 def change_one_replica() -> None:
@@ -175,13 +167,10 @@ def count_comparisons(model: nn.Sequential) -> list[int]:
     return found
 
 
-def compare_once() -> None:
+@pytest.mark.behaviour("H-02", "G-04")
+@on_ranks(2, environment=COPIES)
+def test_models_are_compared_once_by_one_message_unless_ranks_are_trusted() -> None:
     model, trusted = shard(build_two()), shard(build_two())
     trusted.set_order_check("off")  # type: ignore[operator]
     assert count_comparisons(model) == [1, 0, 0]
     assert count_comparisons(trusted) == [0, 0, 0]
-
-
-@pytest.mark.behaviour("H-02", "G-04")
-def test_models_are_compared_once_by_one_message_unless_ranks_are_trusted() -> None:
-    run_ranks(compare_once, 2, environment=COPIES)

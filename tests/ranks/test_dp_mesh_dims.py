@@ -24,7 +24,7 @@ from torch.testing import assert_close
 from composable_fsdp import DataParallelMeshDims, fully_shard
 from tests.helpers.model_parallel import Pairs, assert_trains_like, cut_pairs, named_mesh, play
 from tests.helpers.models import Task, seeded, shard_layers, squared_error, vectors
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.training import Play
 
@@ -111,7 +111,9 @@ UP, DOWN, HEAD = "layers.0.up.weight", "layers.0.down.weight", "head.weight"
 STRIDED = _StridedShard(0, split_factor=2)
 
 
-def over_several_dims_beside_tensor_parallelism() -> None:
+@pytest.mark.behaviour("A-06", "A-07", "C-02", "J-02")
+@on_ranks(4)
+def test_several_data_parallel_dims_beside_between_and_around_tensor_parallel_ones() -> None:
     mesh = named_mesh(a=2, b=1, tp=2)
     model = check(mesh, Dims(replicate="a", shard="b"), ["a", "b"])
     assert placed(model, UP) == (("a", "b", "tp"), (Replicate(), STRIDED, Shard(0)))
@@ -133,11 +135,6 @@ def over_several_dims_beside_tensor_parallelism() -> None:
     assert placed(model, UP)[1] == (Shard(0), Shard(0))
 
 
-@pytest.mark.behaviour("A-06", "A-07", "C-02", "J-02")
-def test_several_data_parallel_dims_beside_between_and_around_tensor_parallel_ones() -> None:
-    run_ranks(over_several_dims_beside_tensor_parallelism, 4)
-
-
 PEER_MESHES: list[tuple[dict[str, int], dict[str, object]]] = [
     ({"dp": 2, "tp": 2}, {"shard": "dp"}),
     ({"c": 2, "d": 2}, {"shard": "d", "replicate": "c"}),
@@ -149,7 +146,9 @@ and DTensor's caches replace a mesh by an equal one.
 """
 
 
-def gradients_are_the_peers() -> None:
+@pytest.mark.behaviour("C-16", "J-02")
+@on_ranks(4)
+def test_gradients_equal_those_of_ddp_and_fsdp2_for_sharded_and_replicated_inputs() -> None:
     """Compare ours, FSDP2's and the plain model's gradients for sharded and replicated inputs."""
     for sizes, names in PEER_MESHES:
         mesh, data = named_mesh(**sizes), [name for name in sizes if name != "tp"]
@@ -168,11 +167,6 @@ def gradients_are_the_peers() -> None:
                 for name, parameter in reference.named_parameters():
                     what = f"{type(model)} on {names}, step {step}, {name}"
                     assert_close(gradient_of(model, name), parameter.grad, msg=lambda m, what=what: f"{what}: {m}")  # type: ignore[misc]
-
-
-@pytest.mark.behaviour("C-16", "J-02")
-def test_gradients_equal_those_of_ddp_and_fsdp2_for_sharded_and_replicated_inputs() -> None:
-    run_ranks(gradients_are_the_peers, 4)
 
 
 class Mixed(nn.Module):

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import DivergenceError, MixedPrecisionPolicy, PeerError, fully_shard
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import values_of
 from tests.helpers.training import check_parity
-from tests.helpers.transports import TRANSPORTS, Environment
+from tests.helpers.transports import TRANSPORTS
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
@@ -25,7 +25,9 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
-def build_and_evaluate_in_inference_mode() -> None:
+@pytest.mark.behaviour("C-10")
+@on_ranks(2)
+def test_a_model_that_was_sharded_and_ran_in_inference_mode_trains() -> None:
     """Shard in inference mode; tensors made there must not be inference tensors."""
     task, rank = TASKS["tied"], dist.get_rank()
 
@@ -41,11 +43,6 @@ def build_and_evaluate_in_inference_mode() -> None:
         return loss.detach()
 
     check_parity(task.build, play, shard=shard)
-
-
-@pytest.mark.behaviour("C-10")
-def test_a_model_that_was_sharded_and_ran_in_inference_mode_trains() -> None:
-    run_ranks(build_and_evaluate_in_inference_mode, 2)
 
 
 WIDTH = 16
@@ -141,7 +138,9 @@ def go_on_unequally(model: Any, optimizer: torch.optim.Optimizer) -> None:
             model(torch.ones(3, WIDTH))
 
 
-def infer_unequally_then_train() -> None:
+@pytest.mark.behaviour("C-10", "J-04")
+@on_ranks(2, transports=TRANSPORTS)
+def test_ranks_may_run_different_numbers_of_forwards_that_communicate_nothing() -> None:
     for dtype in (None, torch.bfloat16):
         model, optimizer = linears(dtype)
         for mode in MODES:
@@ -160,13 +159,9 @@ def infer_unequally_then_train() -> None:
     train_linears(model, optimizer)
 
 
-@pytest.mark.behaviour("C-10", "J-04")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_ranks_may_run_different_numbers_of_forwards_that_communicate_nothing(transport: Environment) -> None:
-    run_ranks(infer_unequally_then_train, 2, environment=transport)
-
-
-def show_after_validation() -> None:
+@pytest.mark.behaviour("C-10")
+@on_ranks(2)
+def test_all_groups_are_sharded_after_a_validation_forward() -> None:
     """With the default, a group stays unsharded only after a forward with gradients, and only the root's."""
     model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     fully_shard(model[0])
@@ -179,8 +174,3 @@ def show_after_validation() -> None:
     assert [name for name, p in model.named_parameters() if not isinstance(p, DTensor)] == ["1.weight", "1.bias"]
     model.reshard()
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-@pytest.mark.behaviour("C-10")
-def test_all_groups_are_sharded_after_a_validation_forward() -> None:
-    run_ranks(show_after_validation, 2)

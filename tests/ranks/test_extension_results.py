@@ -21,7 +21,7 @@ from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import LostExtensionWarning, MissingNameError, ParameterError
 from tests._internals import state_of
 from tests.helpers.extension_tensors import Pair, Scaled, batch_of
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 
 # -- the results of hooks
 
@@ -192,7 +192,9 @@ class ProbedLinear(nn.Linear):
         return F.linear(x, Probe.apply(self.weight))
 
 
-def release_outputs() -> None:
+@pytest.mark.behaviour("E-03")
+@on_ranks(2, 4)
+def test_gathered_outputs_are_freed_as_soon_as_the_parameter_exists_if_its_class_says_so() -> None:
     found: dict[tuple[Any, bool], list[torch.Tensor]] = {}
     for kind, reshard in product((Keeps, Releases), (True, False)):
         model: Any = build_linear(kind)
@@ -213,13 +215,8 @@ def release_outputs() -> None:
         torch.testing.assert_close(values, found[Keeps, True], rtol=0, atol=0)
 
 
-@pytest.mark.behaviour("E-03")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_gathered_outputs_are_freed_as_soon_as_the_parameter_exists_if_its_class_says_so(world_size: int) -> None:
-    run_ranks(release_outputs, world_size)
-
-
-def release_too_much() -> None:
+@on_ranks(4)
+def test_outputs_that_are_still_needed_are_not_freed() -> None:
     name = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
     with pytest.raises(ParameterError, match=rf"^{name} of parameter 'weight' must return a bool, not None\.$"):
         fully_shard(build_linear(Unsure))
@@ -230,10 +227,6 @@ def release_too_much() -> None:
     model = fully_shard(build_linear(Releases), reshard_after_forward=2)
     with pytest.raises(ParameterError, match=r"cannot be kept as slices .* Pass reshard_after_forward=True or False"):
         model(batch_of(0, 0)[:, :3])
-
-
-def test_outputs_that_are_still_needed_are_not_freed() -> None:
-    run_ranks(release_too_much, 4)
 
 
 class Fills(WithHooks):
@@ -276,7 +269,9 @@ class FillsOne(Pair):
         return Pair(left, right), (left, right)
 
 
-def ignore_out() -> None:
+@pytest.mark.behaviour("E-03", "H-02")
+@on_ranks(2)
+def test_a_hook_that_does_not_fill_its_tensor_again_is_an_error() -> None:
     """Check that every way to fill ``out`` is accepted, and that a hook that does not fill it raises an error."""
     marked = torch.full((9, 3), 0xA5A5A5A5, dtype=torch.uint32).view(torch.float32)  # marks unfilled memory
     fills = ("copies", "copies by data, returns another", "returns views", "keeps")
@@ -309,11 +304,6 @@ def ignore_out() -> None:
         layer.unshard()
 
 
-@pytest.mark.behaviour("E-03", "H-02")
-def test_a_hook_that_does_not_fill_its_tensor_again_is_an_error() -> None:
-    run_ranks(ignore_out, 2)
-
-
 class Largest(WithHooks):
     """Scales by the maximum over all ranks. An empty shard has no maximum."""
 
@@ -338,7 +328,9 @@ class FailsAnyhow(Largest):
     fails = True
 
 
-def scale_nothing() -> None:
+@pytest.mark.behaviour("E-04")
+@on_ranks(2)
+def test_a_hook_that_cannot_take_an_empty_shard_gets_a_row_of_zeros() -> None:
     for kind in (Largest, FailsAnyhow):
         torch.manual_seed(3)
         model: Any = nn.Linear(4, 1, bias=False)
@@ -355,11 +347,6 @@ def scale_nothing() -> None:
             model(x).sum().backward()
             scale = exact.abs().max() / 127
             torch.testing.assert_close(x.grad, (exact / scale).round() * scale)
-
-
-@pytest.mark.behaviour("E-04")
-def test_a_hook_that_cannot_take_an_empty_shard_gets_a_row_of_zeros() -> None:
-    run_ranks(scale_nothing, 2)
 
 
 # -- the operations that a class supports
@@ -385,7 +372,9 @@ class Hookless(Uncut):
     fsdp_pre_all_gather = fsdp_post_all_gather = property()
 
 
-def shard_by_supported_operations() -> None:
+@pytest.mark.behaviour("A-16", "H-02")
+@on_ranks(2)
+def test_a_tensor_class_is_sharded_by_its_operations_or_named_in_an_error() -> None:
     torch.manual_seed(4)
     for rows in (4, 3, 1):
         value = torch.randn(rows, 2)
@@ -402,11 +391,6 @@ def shard_by_supported_operations() -> None:
             ParameterError, match=f"'weight' is a {kind.__name__}, which cannot be.*{ways}.*ignored_par"
         ):
             fully_shard(layer)
-
-
-@pytest.mark.behaviour("A-16", "H-02")
-def test_a_tensor_class_is_sharded_by_its_operations_or_named_in_an_error() -> None:
-    run_ranks(shard_by_supported_operations, 2)
 
 
 class Boxed(torch.Tensor):
@@ -463,7 +447,13 @@ def boxed_linear(kind: Any, rows: int) -> Any:
     return layer
 
 
-def train_boxed(rows: int, dtype: torch.dtype | None) -> None:
+@pytest.mark.behaviour("E-05")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [4, 5])
+@on_ranks(2)
+def test_a_tensor_class_without_hooks_stays_on_the_shard_and_trains_as_in_torch(
+    rows: int, dtype: torch.dtype | None
+) -> None:
     for kind in (Boxed, Flattened):
         found = []
         for library in (torch_fsdp, composable_fsdp):
@@ -483,26 +473,14 @@ def train_boxed(rows: int, dtype: torch.dtype | None) -> None:
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-@pytest.mark.behaviour("E-05")
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("rows", [4, 5])
-def test_a_tensor_class_without_hooks_stays_on_the_shard_and_trains_as_in_torch(
-    rows: int, dtype: torch.dtype | None
-) -> None:
-    run_ranks(train_boxed, 2, rows, dtype)
-
-
-def gather_sealed() -> None:
+@on_ranks(2)
+def test_a_tensor_class_without_hooks_that_cannot_be_copied_is_named_with_the_remedy() -> None:
     model = fully_shard(boxed_linear(Sealed, 4))
     with pytest.raises(
         ParameterError,
         match=r"'weight' is a Sealed, which cannot be gathered: copy_ into a plain tensor: NotImpl.*ignored_params",
     ):
         model(batch_of(0, 0)[:, :3])
-
-
-def test_a_tensor_class_without_hooks_that_cannot_be_copied_is_named_with_the_remedy() -> None:
-    run_ranks(gather_sealed, 2)
 
 
 class Forgetful(Pair):
@@ -524,7 +502,9 @@ class HookedParameter(nn.Parameter):
     fsdp_post_all_gather = Fills.fsdp_post_all_gather
 
 
-def lose_hooks() -> None:
+@pytest.mark.behaviour("E-06", "H-02")
+@on_ranks(2)
+def test_lost_hooks_give_a_warning() -> None:
     layer: Any = nn.Linear(2, 4)
     layer.weight = nn.Parameter(Forgetful(torch.ones(4, 2), torch.ones(4, 2)))
     gone = "'weight' has lost its hooks fsdp_post_all_gather, fsdp_pre_all_gather: it was a"
@@ -550,18 +530,15 @@ def lose_hooks() -> None:
         layer.to_empty(device="cpu")
 
 
-@pytest.mark.behaviour("E-06", "H-02")
-def test_lost_hooks_give_a_warning() -> None:
-    run_ranks(lose_hooks, 2)
-
-
 class SendsGradients(torch.Tensor):
     """A plain tensor with a reduce-scatter hook, without ``__torch_dispatch__``."""
 
     def fsdp_pre_reduce_scatter(self, mesh: Any, pieces: torch.Tensor) -> Any: ...
 
 
-def refuse_removed_hooks() -> None:
+@pytest.mark.behaviour("E-09", "H-02")
+@on_ranks(2)
+def test_reduce_scatter_hooks_are_refused_with_what_replaces_them() -> None:
     with pytest.raises(
         MissingNameError, match=r"'weight' is a SendsGradients with fsdp_pre_reduce_scatter, which is.*comm_policy="
     ):
@@ -573,8 +550,3 @@ def refuse_removed_hooks() -> None:
         match=r"'weight' is a Tensor with fsdp_post_reduce_scatter, which.*reduce_scatter=codec",
     ):
         layer(torch.ones(1, 3))
-
-
-@pytest.mark.behaviour("E-09", "H-02")
-def test_reduce_scatter_hooks_are_refused_with_what_replaces_them() -> None:
-    run_ranks(refuse_removed_hooks, 2)

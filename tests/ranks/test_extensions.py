@@ -19,7 +19,7 @@ from tests._internals import Collective, ExtendedBucket, state_of
 from tests.helpers.extension_tensors import Pair, Scaled, batch_of, calls, with_weights
 from tests.helpers.model_parallel import PAIRS, Pairs, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import expected_shard
 from tests.helpers.sharding import sharded as fsdp
 
@@ -80,7 +80,9 @@ def test_a_two_tensor_subclass_trains_with_parity(world_size: int) -> None:
             run_ranks(train_pairs, world_size, width, reshard)
 
 
-def evaluate_then_step() -> None:
+@pytest.mark.behaviour("E-01", "E-03")
+@on_ranks(2)
+def test_kept_parameters_are_gathered_again_after_a_step() -> None:
     """Check that a step makes full tensors stale that were kept unsharded since an evaluation."""
     rank = dist.get_rank()
     for foreach in (False, None):
@@ -98,12 +100,9 @@ def evaluate_then_step() -> None:
         assert not torch.allclose(after, before)
 
 
-@pytest.mark.behaviour("E-01", "E-03")
-def test_kept_parameters_are_gathered_again_after_a_step() -> None:
-    run_ranks(evaluate_then_step, 2)
-
-
-def watch_hooks() -> None:
+@pytest.mark.behaviour("E-02", "E-03")
+@on_ranks(2)
+def test_hooks_get_the_documented_arguments_and_build_the_tensor_once() -> None:
     calls.clear()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = sharded(with_weights(build(8), Pair), mp_policy=policy)
@@ -117,11 +116,6 @@ def watch_hooks() -> None:
     local: Any = model[0].weight._local_tensor
     assert isinstance(local, Pair)
     assert local.dtype == torch.float32
-
-
-@pytest.mark.behaviour("E-02", "E-03")
-def test_hooks_get_the_documented_arguments_and_build_the_tensor_once() -> None:
-    run_ranks(watch_hooks, 2)
 
 
 def patch_after_to_empty(width: int, mixed: bool) -> None:
@@ -160,7 +154,9 @@ def test_hooks_on_local_tensors_quantize_uneven_rows_and_scales(world_size: int)
         run_ranks(patch_after_to_empty, world_size, width, mixed)
 
 
-def gather_mixed() -> None:
+@pytest.mark.behaviour("E-07")
+@on_ranks(2)
+def test_all_packed_tensors_of_a_group_share_one_message() -> None:
     """Check that plain fp32, plain bf16 and extended parameters of one group share one message."""
     model: Any = with_weights(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8, dtype=torch.bfloat16)), Pair)
     fully_shard(model)
@@ -177,11 +173,6 @@ def gather_mixed() -> None:
     model.unshard()
     assert len(group.buckets) == 3
     assert sent == [1]
-
-
-@pytest.mark.behaviour("E-07")
-def test_all_packed_tensors_of_a_group_share_one_message() -> None:
-    run_ranks(gather_mixed, 2)
 
 
 # -- with tensor parallelism
@@ -234,7 +225,9 @@ def compare_gradients(model: nn.Module, reference: nn.Module, rank: int, step: i
     assert_gradients(model, reference, what)
 
 
-def train_pairs_with_tensor_parallelism() -> None:
+@pytest.mark.behaviour("A-06", "E-01", "E-02", "E-03", "E-05", "E-07")
+@on_ranks(4)
+def test_hooks_with_tensor_parallelism_get_the_shard_axis_and_the_local_shard() -> None:
     mesh = named_mesh(dp=2, tp=2)
     rank, tp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
     for reshard in (True, False, None):
@@ -262,17 +255,14 @@ def train_pairs_with_tensor_parallelism() -> None:
         assert {stride for _, size, stride in asked if size == parts[0].shape} == {(5, 1)}
 
 
-@pytest.mark.behaviour("A-06", "E-01", "E-02", "E-03", "E-05", "E-07")
-def test_hooks_with_tensor_parallelism_get_the_shard_axis_and_the_local_shard() -> None:
-    run_ranks(train_pairs_with_tensor_parallelism, 4)
-
-
 def round_by_row(part: torch.Tensor) -> torch.Tensor:
     scale = part.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
     return (part / scale).round() * scale
 
 
-def train_patched_with_tensor_parallelism() -> None:
+@pytest.mark.behaviour("A-06", "E-03", "E-06", "E-07")
+@on_ranks(4)
+def test_hooks_on_local_tensors_compose_with_tensor_parallelism() -> None:
     """Train with scales for the rows of each rank's part, which has all columns or a slice of them."""
     mesh = named_mesh(dp=2, tp=2)
     for reshard in (True, False):
@@ -293,11 +283,6 @@ def train_patched_with_tensor_parallelism() -> None:
             compare_gradients(model, reference, mesh.get_local_rank("dp"), step, f"{reshard}, step {step}")
 
 
-@pytest.mark.behaviour("A-06", "E-03", "E-06", "E-07")
-def test_hooks_on_local_tensors_compose_with_tensor_parallelism() -> None:
-    run_ranks(train_patched_with_tensor_parallelism, 4)
-
-
 class OwnProduct(nn.Module):
     """Multiplies by its rank's rows, so that autograd saves the local tensor."""
 
@@ -309,7 +294,9 @@ class OwnProduct(nn.Module):
         return x @ cast(DTensor, self.weight).to_local().T
 
 
-def save_local_tensors() -> None:
+@pytest.mark.behaviour("A-06", "E-03", "E-06")
+@on_ranks(4)
+def test_saved_local_tensors_are_refilled_with_tensor_parallelism() -> None:
     mesh = named_mesh(dp=2, tp=2)
     model = OwnProduct(mesh["tp"])
     exact = cast(DTensor, model.weight).to_local().detach().clone()
@@ -324,12 +311,9 @@ def save_local_tensors() -> None:
         torch.testing.assert_close(x.grad, round_by_row(exact).sum(0).expand(2, 3))
 
 
-@pytest.mark.behaviour("A-06", "E-03", "E-06")
-def test_saved_local_tensors_are_refilled_with_tensor_parallelism() -> None:
-    run_ranks(save_local_tensors, 4)
-
-
-def encode_with_tensor_parallelism() -> None:
+@pytest.mark.behaviour("A-06", "E-08")
+@on_ranks(4)
+def test_codecs_beside_tensor_parallelism() -> None:
     """Check that each tensor-parallel rank encodes its own part and that replicated parameters stay equal.
 
     An encoded block must not contain values of both kinds.
@@ -369,11 +353,6 @@ def assert_alike(local: Any, mesh: DeviceMesh, name: str) -> None:
         assert torch.equal(copies[0], copies[1]), f"{name} differs along {axis}"
 
 
-@pytest.mark.behaviour("A-06", "E-08")
-def test_codecs_beside_tensor_parallelism() -> None:
-    run_ranks(encode_with_tensor_parallelism, 4)
-
-
 class Padded(Pair):
     """Requests a shard padded to the length of the first rank's shard."""
 
@@ -393,7 +372,9 @@ class Padded(Pair):
         return None
 
 
-def pad() -> None:
+@pytest.mark.behaviour("E-04")
+@on_ranks(2, 4)
+def test_a_class_that_wants_padded_shards_gets_them() -> None:
     calls.clear()
     model: Any = nn.Linear(2, 7, bias=False)
     exact = model.weight.detach().clone()
@@ -405,12 +386,6 @@ def pad() -> None:
     assert torch.equal(model.weight.detach(), exact)
 
 
-@pytest.mark.behaviour("E-04")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_class_that_wants_padded_shards_gets_them(world_size: int) -> None:
-    run_ranks(pad, world_size)
-
-
 # -- invalid hooks
 
 
@@ -418,7 +393,9 @@ class OnlyPre(Pair):
     fsdp_post_all_gather = property()
 
 
-def refuse() -> None:
+@pytest.mark.behaviour("E-01", "E-02", "E-04")
+@on_ranks(2)
+def test_invalid_hooks_are_errors_on_every_rank() -> None:
     half = torch.ones(4, 2)
 
     class Three(Pair):
@@ -458,8 +435,3 @@ def refuse() -> None:
         wrong(torch.ones(1, 2))
     with pytest.raises(ParameterError, match=r"not inputs of AllGatherInput\. .*return its tensor, and rearrange"):
         fully_shard(linear(Records))(torch.ones(1, 2))
-
-
-@pytest.mark.behaviour("E-01", "E-02", "E-04")
-def test_invalid_hooks_are_errors_on_every_rank() -> None:
-    run_ranks(refuse, 2)

@@ -16,7 +16,7 @@ from torch import nn
 from composable_fsdp import DivergenceError, FSDPModule
 from composable_fsdp.errors import ExecutionOrderWarning
 from tests._internals import compared
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.slack import slack
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
@@ -164,12 +164,9 @@ def test_an_order_that_changes_on_all_ranks_is_warned_of_once(ranks: int, transp
     run_ranks(change_order_on_all_ranks, ranks, environment=transport)
 
 
-def set_wrong_level() -> None:
+@on_ranks(2)
+def test_an_unknown_level_is_an_error() -> None:
     model: FSDPModule = build()
     level: Any = "sometimes"
     with pytest.raises(ValueError, match="the order check is one of 'off', 'first', 'always', not 'sometimes'"):
         model.set_order_check(level)
-
-
-def test_an_unknown_level_is_an_error() -> None:
-    run_ranks(set_wrong_level, 2)

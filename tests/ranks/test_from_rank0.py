@@ -19,7 +19,7 @@ from composable_fsdp.errors import CheckpointError
 from tests.helpers.model_parallel import Pairs, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import Peak
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, assert_sharded, train_and_compare, values_of
 from tests.helpers.transports import SOCKETS
 
@@ -50,7 +50,9 @@ def test_all_ranks_train_from_the_values_of_rank_0(task: str, shape: tuple[int, 
     run_ranks(train_from_rank0, prod(shape), task, shape, options)
 
 
-def shard_tensor_parallel() -> None:
+@pytest.mark.behaviour("A-06", "A-15", "F-05")
+@on_ranks(4)
+def test_parameters_may_be_on_a_tensor_parallel_mesh() -> None:
     mesh = named_mesh(dp=2, tp=2)
     reference = Pairs()
     with torch.device("meta"):
@@ -60,11 +62,6 @@ def shard_tensor_parallel() -> None:
     fill_from_rank0(model, reference.state_dict())
     for name, value in state_dict(model, Full()).items():
         assert_exact(value, values_of(reference)[name], name)
-
-
-@pytest.mark.behaviour("A-06", "A-15", "F-05")
-def test_parameters_may_be_on_a_tensor_parallel_mesh() -> None:
-    run_ranks(shard_tensor_parallel, 4)
 
 
 def measure() -> tuple[int, int, int]:

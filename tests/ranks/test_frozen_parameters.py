@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, Transformer, seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import assert_equal_runs, check_parity, play_task, train
-from tests.helpers.transports import TRANSPORTS, Environment
+from tests.helpers.transports import TRANSPORTS
 
 
 def frozen_transformer(*prefixes: str) -> nn.Module:
@@ -59,7 +59,19 @@ def test_frozen_parameters_stay_as_they_are_and_the_others_train(world_size: int
     run_ranks(train_with_frozen_parameters, world_size, reshard)
 
 
-def unfreeze_layer_by_layer(precision: MixedPrecisionPolicy) -> None:
+@pytest.mark.behaviour("C-05", "D-01")
+@pytest.mark.parametrize(
+    "precision",
+    [
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+    ],
+    ids=["fp32", "bf16 reduced in fp32", "bf16", "fp32 reduced in bf16"],
+)
+@on_ranks(2)
+def test_a_model_frozen_in_its_first_forward_can_be_unfrozen_and_frozen_again(precision: MixedPrecisionPolicy) -> None:
     """Freeze all parameters in the first forward, unfreeze one more layer in every step, then freeze all again."""
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -97,24 +109,9 @@ def unfreeze_layer_by_layer(precision: MixedPrecisionPolicy) -> None:
     assert_equal_runs(*runs, exact=True)
 
 
-@pytest.mark.behaviour("C-05", "D-01")
-@pytest.mark.parametrize(
-    "precision",
-    [
-        MixedPrecisionPolicy(),
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
-    ],
-    ids=["fp32", "bf16 reduced in fp32", "bf16", "fp32 reduced in bf16"],
-)
-def test_a_model_frozen_in_its_first_forward_can_be_unfrozen_and_frozen_again(
-    precision: MixedPrecisionPolicy,
-) -> None:
-    run_ranks(unfreeze_layer_by_layer, 2, precision)
-
-
-def keep_frozen_groups() -> None:
+@pytest.mark.behaviour("C-05")
+@on_ranks(2)
+def test_frozen_groups_that_are_kept_are_gathered_once_and_after_changes() -> None:
     """Change kept frozen parameters in place before the third step and check that the unsharded copy follows."""
     task, gathered = TASKS["transformer"], []
     at_rest: dict[nn.Module, list[nn.Parameter]] = {}
@@ -143,11 +140,6 @@ def keep_frozen_groups() -> None:
     assert gathered == [{*trained, "layers.0", "layers.1"}, trained, {*trained, "layers.1"}, trained]
 
 
-@pytest.mark.behaviour("C-05")
-def test_frozen_groups_that_are_kept_are_gathered_once_and_after_changes() -> None:
-    run_ranks(keep_frozen_groups, 2)
-
-
 class Layered(nn.Module):
     """One group of two layers."""
 
@@ -169,7 +161,11 @@ LOOKS: dict[str, Callable[[FSDPModule], object]] = {
 """The first call that can detect that parameters were frozen."""
 
 
-def freeze_while_gradients_are_in_flight(summed: str, look: str) -> None:
+@pytest.mark.behaviour("C-05", "C-07")
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("summed", ["reduced", "sharded", "unsharded"])
+@on_ranks(2, transports=TRANSPORTS)
+def test_parameters_can_be_frozen_while_gradients_are_in_flight(summed: str, look: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = seeded(Layered)(), seeded(Layered)()
     fully_shard(model)
@@ -197,15 +193,10 @@ def freeze_while_gradients_are_in_flight(summed: str, look: str) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), unsharded.grad)
 
 
-@pytest.mark.behaviour("C-05", "C-07")
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("summed", ["reduced", "sharded", "unsharded"])
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_parameters_can_be_frozen_while_gradients_are_in_flight(transport: Environment, summed: str, look: str) -> None:
-    run_ranks(freeze_while_gradients_are_in_flight, 2, summed, look, environment=transport)
-
-
-def freeze_between_forward_and_backward(flips: bool) -> None:
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize("flips", [False, True], ids=["frozen", "thawed"])
+@on_ranks(2, transports=TRANSPORTS)
+def test_parameters_can_be_frozen_between_forward_and_backward(flips: bool) -> None:
     """Check, as in torch, that backward skips parameters frozen since forward.
 
     Parameters that are unfrozen after forward get no gradient either.
@@ -230,10 +221,3 @@ def freeze_between_forward_and_backward(flips: bool) -> None:
             if parameter.grad is not None and unsharded.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
                 torch.testing.assert_close(parameter.grad.full_tensor(), unsharded.grad)
-
-
-@pytest.mark.behaviour("C-05")
-@pytest.mark.parametrize("flips", [False, True], ids=["frozen", "thawed"])
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_parameters_can_be_frozen_between_forward_and_backward(transport: Environment, flips: bool) -> None:
-    run_ranks(freeze_between_forward_and_backward, 2, flips, environment=transport)

@@ -17,7 +17,7 @@ from composable_fsdp import MixedPrecisionPolicy, fully_shard, unsharded_params
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 from tests._internals import extent_of, gather
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import adamw, assert_exact, full_value, sharded, train_and_compare, values_of
 
 MESHES = [("mlp", (2,)), ("mlp", (4,)), ("mlp", (2, 2)), ("tied", (2,)), ("mlp", (4, 1)), ("mlp", (1,))]
@@ -71,7 +71,9 @@ def test_unsharded_params_shows_full_parameters_and_keeps_writes_on_request(task
     run_ranks(show_and_write_back, prod(shape), task, shape)
 
 
-def train_after_writing() -> None:
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_training_continues_from_the_written_values() -> None:
     """Use the context between steps while an optimizer holds the sharded parameters and their state."""
     task = TASKS["mlp"]
     model, reference = built("mlp", (2,)), task.build()
@@ -91,11 +93,8 @@ def train_after_writing() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_training_continues_from_the_written_values() -> None:
-    run_ranks(train_after_writing, 2)
-
-
-def write_while_kept_unsharded() -> None:
+@on_ranks(2)
+def test_written_values_replace_parameters_kept_unsharded() -> None:
     task = TASKS["mlp"]
     model, reference = built("mlp", (2,), reshard_after_forward=False), task.build()
     with torch.no_grad():
@@ -104,11 +103,6 @@ def write_while_kept_unsharded() -> None:
         with unsharded_params(module), torch.no_grad():
             module.get_parameter("layers.0.weight").fill_(0.25)
     train_and_compare(model, reference, task)
-
-
-@pytest.mark.behaviour("C-14")
-def test_written_values_replace_parameters_kept_unsharded() -> None:
-    run_ranks(write_while_kept_unsharded, 2)
 
 
 def write_gradients(shape: tuple[int, ...]) -> None:
@@ -197,7 +191,9 @@ class Stop(Exception):
     pass
 
 
-def raise_inside() -> None:
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_raising_inside_restores_the_sharded_state_and_no_rank_hangs() -> None:
     model = built("mlp", (2,))
     objects, values = dict(model.named_parameters()), values_of(model)
     for raising in ([0, 1], [0], [1]):
@@ -221,11 +217,8 @@ def raise_inside() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_raising_inside_restores_the_sharded_state_and_no_rank_hangs() -> None:
-    run_ranks(raise_inside, 2)
-
-
-def unshard_own_group() -> None:
+@on_ranks(2)
+def test_without_recurse_only_one_group_is_unsharded() -> None:
     model = built("mlp", (2,))
     with unsharded_params(model, recurse=False):
         shown = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
@@ -236,11 +229,8 @@ def unshard_own_group() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_without_recurse_only_one_group_is_unsharded() -> None:
-    run_ranks(unshard_own_group, 2)
-
-
-def check_columns_and_attributes() -> None:
+@on_ranks(4)
+def test_other_dims_attributes_and_replaced_parameters() -> None:
     mesh = init_device_mesh("cpu", (4,))
     model = nn.LSTM(5, 3)
     vars(model.weight_ih_l0)["tag"] = "kept"
@@ -269,11 +259,6 @@ def check_columns_and_attributes() -> None:
     assert not model.bias_ih_l0.requires_grad
     assert model.bias_hh_l0.requires_grad
     model(torch.randn(2, 1, 5))[0].sum().backward()
-
-
-@pytest.mark.behaviour("C-14")
-def test_other_dims_attributes_and_replaced_parameters() -> None:
-    run_ranks(check_columns_and_attributes, 4)
 
 
 def collect_refusals() -> list[str]:
@@ -352,7 +337,9 @@ def test_modules_on_different_meshes() -> None:
     assert all("no mesh has all ranks that hold parameters" in message for message in messages)
 
 
-def compare_placements() -> None:
+@pytest.mark.behaviour("C-14")
+@on_ranks(4)
+def test_local_shards_equal_those_of_torch_for_every_placement() -> None:
     """Check for many placements that full tensors are sharded as torch shards them."""
     grid, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     cube = init_device_mesh("cpu", (1, 2, 2))
@@ -376,7 +363,9 @@ def compare_placements() -> None:
             assert_exact(gather(placed), value, f"{shape} from {places}")
 
 
-def unshard_uneven_tensor_parallel() -> None:
+@pytest.mark.behaviour("C-14")
+@on_ranks(6)
+def test_uneven_shards_of_tensor_parallel_parameters_are_unsharded_and_written_back() -> None:
     """Check sizes that no placement describes: tensor parallelism splits 7 rows into 4 and 3, each for three ranks."""
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -391,13 +380,3 @@ def unshard_uneven_tensor_parallel() -> None:
     with unsharded_params(model, writeback=False):
         for name, value in model.named_parameters():
             assert_exact(value.detach(), expected[name] + 1, name)
-
-
-@pytest.mark.behaviour("C-14")
-def test_uneven_shards_of_tensor_parallel_parameters_are_unsharded_and_written_back() -> None:
-    run_ranks(unshard_uneven_tensor_parallel, 6)
-
-
-@pytest.mark.behaviour("C-14")
-def test_local_shards_equal_those_of_torch_for_every_placement() -> None:
-    run_ranks(compare_placements, 4)

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import ParameterError
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import TRANSPORTS
 
 WIDTH = 4
@@ -231,7 +231,8 @@ class CallsWithValues(nn.Module):
         return out
 
 
-def call_inside_a_forward() -> None:
+@on_ranks(2)
+def test_modules_can_be_called_with_values_inside_a_forward() -> None:
     x = inputs_of(0).float()
     for twice, reshard in product((False, True), (False, True)):
         what = f"twice={twice}, reshard={reshard}"
@@ -260,11 +261,8 @@ def call_inside_a_forward() -> None:
         check_step(what, model, reference, model(x), x)
 
 
-def test_modules_can_be_called_with_values_inside_a_forward() -> None:
-    run_ranks(call_inside_a_forward, 2)
-
-
-def call_between_a_forward_and_an_update() -> None:
+@on_ranks(2)
+def test_values_can_be_given_when_unsharded_parameters_are_out_of_date() -> None:
     x = inputs_of(0)
     model, reference = shard(new_model(), groups="one", reshard=False), new_model()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
@@ -282,11 +280,8 @@ def call_between_a_forward_and_an_update() -> None:
     check_step("after", model, reference, model(x), x)
 
 
-def test_values_can_be_given_when_unsharded_parameters_are_out_of_date() -> None:
-    run_ranks(call_between_a_forward_and_an_update, 2)
-
-
-def cast_sharded_values() -> None:
+@on_ranks(2)
+def test_sharded_values_are_cast_as_parameters_are() -> None:
     x = inputs_of(dist.get_rank()).float()
     model = new_model().float()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -300,11 +295,8 @@ def cast_sharded_values() -> None:
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05, msg=lambda text, n=name: f"{n}: {text}")  # type: ignore[misc]
 
 
-def test_sharded_values_are_cast_as_parameters_are() -> None:
-    run_ranks(cast_sharded_values, 2)
-
-
-def call_tensor_parallel_model() -> None:
+@on_ranks(4)
+def test_values_of_tensor_parallel_parameters_can_be_sharded() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(6)
     reference = nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, WIDTH))
@@ -327,11 +319,8 @@ def call_tensor_parallel_model() -> None:
         torch.testing.assert_close(cast(DTensor, value.grad).full_tensor(), gradient / dist.get_world_size())
 
 
-def test_values_of_tensor_parallel_parameters_can_be_sharded() -> None:
-    run_ranks(call_tensor_parallel_model, 4)
-
-
-def refuse_sharded_values() -> None:
+@on_ranks(2)
+def test_functional_call_refuses_sharded_values_of_another_mesh_and_in_transforms() -> None:
     x = inputs_of(0)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "two"))
 
@@ -358,7 +347,3 @@ def refuse_sharded_values() -> None:
         check_step("after the error", model, reference, model(x), x)
         full = {name: value.full_tensor() for name, value in values.items()}  # type: ignore[attr-defined]
         torch.testing.assert_close(functional_call(model, full, (x,)), functional_call(reference, full, (x,)))
-
-
-def test_functional_call_refuses_sharded_values_of_another_mesh_and_in_transforms() -> None:
-    run_ranks(refuse_sharded_values, 2)

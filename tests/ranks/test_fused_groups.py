@@ -17,8 +17,8 @@ from composable_fsdp.errors import ConfigurationError
 from tests._internals import state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
-from tests.helpers.run_ranks import run_ranks
-from tests.helpers.transports import TRANSPORTS, Environment
+from tests.helpers.run_ranks import on_ranks
+from tests.helpers.transports import TRANSPORTS
 
 DEPTH = 12
 
@@ -39,7 +39,8 @@ class Stack(nn.Module):
 STACK = Task(seeded(Stack), vectors(8, 8 + DEPTH), squared_error)
 
 
-def count_collectives() -> None:
+@on_ranks(2, transports=TRANSPORTS)
+def test_fused_groups_share_one_gather_each_way_and_one_reduction() -> None:
     model = shard_layers(STACK.build(), fully_shard)
     layers = list(model.get_submodule("layers").children())
 
@@ -63,7 +64,8 @@ def count_collectives() -> None:
     assert gathers[1] == gathers[2] <= 4, "one all-gather in each pass, and one barrier at each end"
 
 
-def disable_fusion() -> None:
+@on_ranks(2)
+def test_a_limit_of_zero_fuses_no_groups() -> None:
     model = shard_layers(STACK.build(), fully_shard)
     assert isinstance(model, FSDPModule)
     model.set_schedule(max_fused_bytes=0)
@@ -73,16 +75,33 @@ def disable_fusion() -> None:
         assert counts["reduce_scatter"] == DEPTH
 
 
-def test_a_limit_of_zero_fuses_no_groups() -> None:
-    run_ranks(disable_fusion, 2)
+def freeze_some(layers: Sequence[FSDPModule], step: int) -> None:
+    for parameter in layers[3].parameters():  # type: ignore[attr-defined]
+        parameter.requires_grad_(step != 2)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_fused_groups_share_one_gather_each_way_and_one_reduction(transport: Environment) -> None:
-    run_ranks(count_collectives, 2, environment=transport)
+def scale_one(layers: Sequence[FSDPModule], step: int) -> None:
+    if step == 2:
+        layers[2].set_gradient_divide_factor(5.0)
 
 
-def train_with(choose: Callable[[Sequence[FSDPModule], int], None], messages: Sequence[int]) -> None:
+def hook_one(layers: Sequence[FSDPModule], step: int) -> None:
+    def scale(gradient: torch.Tensor) -> None:
+        gradient.mul_(step)
+
+    layers[0].set_all_reduce_hook(scale)
+
+
+@pytest.mark.behaviour("C-05", "C-09")
+@pytest.mark.parametrize(
+    ("choose", "messages"),
+    [(freeze_some, (DEPTH, 1, 1, 2)), (scale_one, (DEPTH, 1, DEPTH)), (hook_one, (DEPTH, DEPTH, DEPTH))],
+    ids=["one is frozen", "one is scaled", "one has a hook"],
+)
+@on_ranks(2, 4)
+def test_a_setting_of_one_group_applies_to_that_group_only(
+    choose: Callable[[Sequence[FSDPModule], int], None], messages: Sequence[int]
+) -> None:
     """Check that fused gradients are bitwise equal to unfused ones. ``choose`` changes settings before each step."""
     mesh = init_device_mesh("cpu", (2, 2) if dist.get_world_size() == 4 else (2,))
     fused, alone = (shard_layers(STACK.build(), functools.partial(fully_shard, mesh=mesh)) for _ in range(2))
@@ -104,36 +123,6 @@ def train_with(choose: Callable[[Sequence[FSDPModule], int], None], messages: Se
                 assert torch.equal(one.grad.to_local(), other.grad.to_local())
 
 
-def freeze_some(layers: Sequence[FSDPModule], step: int) -> None:
-    for parameter in layers[3].parameters():  # type: ignore[attr-defined]
-        parameter.requires_grad_(step != 2)
-
-
-def scale_one(layers: Sequence[FSDPModule], step: int) -> None:
-    if step == 2:
-        layers[2].set_gradient_divide_factor(5.0)
-
-
-def hook_one(layers: Sequence[FSDPModule], step: int) -> None:
-    def scale(gradient: torch.Tensor) -> None:
-        gradient.mul_(step)
-
-    layers[0].set_all_reduce_hook(scale)
-
-
-@pytest.mark.behaviour("C-05", "C-09")
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(
-    ("choose", "messages"),
-    [(freeze_some, (DEPTH, 1, 1, 2)), (scale_one, (DEPTH, 1, DEPTH)), (hook_one, (DEPTH, DEPTH, DEPTH))],
-    ids=["one is frozen", "one is scaled", "one has a hook"],
-)
-def test_a_setting_of_one_group_applies_to_that_group_only(
-    choose: Callable[[Sequence[FSDPModule], int], None], messages: Sequence[int], world_size: int
-) -> None:
-    run_ranks(train_with, world_size, choose, messages)
-
-
 class Gated(nn.Module):
     """Runs all layers. The output of a layer that is not in ``used`` has no gradient."""
 
@@ -151,7 +140,9 @@ class Gated(nn.Module):
         return x
 
 
-def use_different_groups() -> None:
+@pytest.mark.behaviour("C-17")
+@on_ranks(2)
+def test_ranks_may_use_different_groups_of_a_fusion() -> None:
     """Use different layers of fused groups on each rank. Neither rank uses the last layer."""
     rank, task = dist.get_rank(), TASKS["chain"]
     used = {0: [0, 1], 1: [1, 2]}
@@ -175,12 +166,8 @@ def use_different_groups() -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
 
 
-@pytest.mark.behaviour("C-17")
-def test_ranks_may_use_different_groups_of_a_fusion() -> None:
-    run_ranks(use_different_groups, 2)
-
-
-def set_limits() -> None:
+@on_ranks(1)
+def test_limits_must_be_numbers() -> None:
     model = shard_layers(STACK.build(), fully_shard)
     assert isinstance(model, FSDPModule)
     for bad in (-1, True, 1.5):
@@ -197,7 +184,3 @@ def set_limits() -> None:
             model.set_schedule(prefetch_limit=bad)  # type: ignore[arg-type]
     model.set_schedule(max_unsharded_bytes=10)
     assert state_of(model).options.max_unsharded_bytes == 10
-
-
-def test_limits_must_be_numbers() -> None:
-    run_ranks(set_limits, 1)

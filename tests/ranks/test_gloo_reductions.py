@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import PeerError
 from tests._internals import Collective, Transfer, is_over_group
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import over_gloo
 
 
@@ -41,7 +41,9 @@ def test_sums_are_made_in_fp32_in_the_order_of_ranks(world_size: int, dtype: tor
         run_ranks(add_up, world_size, numel, dtype)
 
 
-def drop_one() -> None:
+@pytest.mark.behaviour("C-01")
+@on_ranks(2, 4, timeout=30.0)
+def test_work_that_is_not_waited_for_does_not_block_later_work() -> None:
     group = dist.group.WORLD
     assert group is not None
     communicator = over_gloo(group)
@@ -58,13 +60,9 @@ def drop_one() -> None:
     assert torch.equal(output, torch.cat([own(peer, 1000, torch.float32) for peer in range(size)]))
 
 
-@pytest.mark.behaviour("C-01")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_work_that_is_not_waited_for_does_not_block_later_work(world_size: int) -> None:
-    run_ranks(drop_one, world_size, timeout=30.0)
-
-
-def wait_again_after_a_failure() -> None:
+@pytest.mark.behaviour("H-01")
+@on_ranks(2, timeout=20.0)
+def test_failed_work_raises_again_after_ranks_reconnect() -> None:
     group = dist.group.WORLD
     assert group is not None
     communicator = over_gloo(group)
@@ -83,8 +81,3 @@ def wait_again_after_a_failure() -> None:
             work.wait()
     communicator.launch(Collective.ALL_GATHER, [transfer]).wait()
     assert torch.equal(transfer.output, torch.ones(communicator.size * 10))
-
-
-@pytest.mark.behaviour("H-01")
-def test_failed_work_raises_again_after_ranks_reconnect() -> None:
-    run_ranks(wait_again_after_a_failure, 2, timeout=20.0)

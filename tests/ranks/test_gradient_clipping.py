@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from composable_fsdp import FSDPModule, clip_grad_norm_, fully_shard, get_total_norm
 from composable_fsdp.errors import GradientError, MeshError
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import full_value
 from tests.helpers.training import Run, assert_equal_runs, check_parity, copy_on_cpu, play_task
 
@@ -67,7 +67,9 @@ def check_against_torch(fulls: list[torch.Tensor], places: list[Where]) -> None:
                     assert_close(full_value(ours.grad), theirs.grad)
 
 
-def clip_on_one_axis() -> None:
+@pytest.mark.behaviour("C-11")
+@on_ranks(2, 4)
+def test_one_axis_with_uneven_and_empty_shards() -> None:
     world = init_device_mesh("cpu", (dist.get_world_size(),))
     fulls = make_values((8, 3), (5, 2), (1, 7), (3,), (2, 6), (0, 4), ())
     rows = (world, (Shard(0),))
@@ -78,12 +80,8 @@ def clip_on_one_axis() -> None:
 
 
 @pytest.mark.behaviour("C-11")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_one_axis_with_uneven_and_empty_shards(world_size: int) -> None:
-    run_ranks(clip_on_one_axis, world_size)
-
-
-def clip_on_many_meshes() -> None:
+@on_ranks(4)
+def test_tensors_on_different_meshes_count_once_each_in_one_call() -> None:
     world, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))  # the same ranks in other process groups
     tall = init_device_mesh("cpu", (4, 1), mesh_dim_names=("x", "y"))
@@ -112,12 +110,9 @@ def clip_on_many_meshes() -> None:
     check_against_torch(fulls[::-1], places[::-1])
 
 
-@pytest.mark.behaviour("C-11")
-def test_tensors_on_different_meshes_count_once_each_in_one_call() -> None:
-    run_ranks(clip_on_many_meshes, 4)
-
-
-def clip_pending_sums() -> None:
+@pytest.mark.behaviour("C-11", "C-16")
+@on_ranks(2)
+def test_pending_sums_are_done_before_the_norm() -> None:
     world = init_device_mesh("cpu", (dist.get_world_size(),))
     (full,) = make_values((3, 4))
     for norm_type in NORM_TYPES:
@@ -130,12 +125,9 @@ def clip_pending_sums() -> None:
         assert_close(full_value(parameter.grad), expected * (0.5 / norm))
 
 
-@pytest.mark.behaviour("C-11", "C-16")
-def test_pending_sums_are_done_before_the_norm() -> None:
-    run_ranks(clip_pending_sums, 2)
-
-
-def clip_half_precision() -> None:
+@pytest.mark.behaviour("C-11")
+@on_ranks(2)
+def test_norms_of_half_precision_gradients_are_float32() -> None:
     world = init_device_mesh("cpu", (2,))
     rows: Where = (world, (Shard(0),))
     for dtype in (torch.float16, torch.bfloat16):
@@ -155,11 +147,8 @@ def clip_half_precision() -> None:
 
 
 @pytest.mark.behaviour("C-11")
-def test_norms_of_half_precision_gradients_are_float32() -> None:
-    run_ranks(clip_half_precision, 2)
-
-
-def clip_missing_gradients() -> None:
+@on_ranks(2)
+def test_parameters_without_gradients_change_nothing_on_any_rank() -> None:
     world, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     rows: Where = (world, (Shard(0),))
     assert torch.equal(clip_grad_norm_([], 1.0), torch.tensor(0.0))
@@ -180,11 +169,6 @@ def clip_missing_gradients() -> None:
         assert_close(clip_grad_norm_([lone], 1e6, norm_type), torch.linalg.vector_norm(shard, norm_type))
     with pytest.warns(UserWarning, match="exhausted generator"):
         clip_grad_norm_(nn.ReLU().parameters(), 1.0)
-
-
-@pytest.mark.behaviour("C-11")
-def test_parameters_without_gradients_change_nothing_on_any_rank() -> None:
-    run_ranks(clip_missing_gradients, 2)
 
 
 def clip_nonfinite_gradients() -> list[str]:
@@ -247,7 +231,9 @@ def test_one_collective_per_mesh_axis_however_many_tensors() -> None:
     assert run_ranks(count_collectives, 4) == [[1, 1, 2, 0]] * 4
 
 
-def clip_kept_unsharded() -> None:
+@pytest.mark.behaviour("C-11")
+@on_ranks(2)
+def test_a_model_that_shows_unsharded_parameters_is_clipped() -> None:
     """Clip the gradients of a model whose parameters stay unsharded after backward."""
     task = TASKS["mlp"]
     model = shard_layers(task.build(), fully_shard)
@@ -259,11 +245,6 @@ def clip_kept_unsharded() -> None:
     norm = clip_grad_norm_(model, 1e-3)
     assert norm > 1e-3
     assert_close(clip_grad_norm_(model, 1.0), torch.tensor(1e-3))
-
-
-@pytest.mark.behaviour("C-11")
-def test_a_model_that_shows_unsharded_parameters_is_clipped() -> None:
-    run_ranks(clip_kept_unsharded, 2)
 
 
 def clip_on_foreign_mesh() -> str | None:
@@ -308,7 +289,9 @@ def clip_and_compare_norms(task: str, norm_type: float, foreach: bool) -> None:
     assert all(torch.equal(norm, everyone[0]) for norm in everyone)
 
 
-def clip_with_all_options() -> None:
+@pytest.mark.behaviour("C-11")
+@on_ranks(2, 4)
+def test_clipping_and_total_norm_equal_the_reference() -> None:
     # With a largest-element norm, torch itself fails on the empty shards of the mlp on four ranks.
     for norm_type in (2.0, 1.0, inf) if dist.get_world_size() == 2 else (2.0, 1.0):
         for foreach in (True, False):
@@ -317,12 +300,8 @@ def clip_with_all_options() -> None:
 
 
 @pytest.mark.behaviour("C-11")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_clipping_and_total_norm_equal_the_reference(world_size: int) -> None:
-    run_ranks(clip_with_all_options, world_size)
-
-
-def train_with_a_scaler() -> None:
+@on_ranks(2, 4)
+def test_every_rank_skips_the_step_in_which_one_had_an_infinite_gradient() -> None:
     """Make one rank's loss infinite at step 2 for one layer's gradient only: every rank must skip that step."""
     task, rank, world_size = TASKS["mlp"], dist.get_rank(), dist.get_world_size()
 
@@ -353,9 +332,3 @@ def train_with_a_scaler() -> None:
     assert expected_scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0, 2048.0]
     assert scales == expected_scales
     assert_equal_runs(ours, expected)
-
-
-@pytest.mark.behaviour("C-11")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_rank_skips_the_step_in_which_one_had_an_infinite_gradient(world_size: int) -> None:
-    run_ranks(train_with_a_scaler, world_size)

@@ -29,7 +29,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.errors import ConfigurationError
 from tests._internals import Collective, Encoder, GradientCodec, state_of
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import SOCKETS
 
 EXACT = Cast(torch.float32)
@@ -122,19 +122,15 @@ def compare(codec: GradientCodec, dim: int, reduce_dtype: torch.dtype | None, re
             assert torch.equal(again[k], actual), "runs must be bitwise equal"
 
 
-def compare_16_bit_with_32_bit() -> None:
+@pytest.mark.behaviour("E-09")
+@on_ranks(2, 4)
+def test_gradients_computed_in_16_bits_are_sent_in_16_bits_without_loss() -> None:
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policies = (CommunicationPolicy(reduce_scatter=Cast(torch.bfloat16), min_numel=0), None)
     narrow, wide = (sharded(build(), policy, mp_policy=precision) for policy in policies)
     narrow_gradients, wide_gradients = (gradients_of(model, dist.get_rank()) for model in (narrow, wide))
     for in_16_bits, in_32_bits in zip(narrow_gradients, wide_gradients, strict=True):
         assert torch.equal(in_16_bits.to_local(), in_32_bits.to_local())  # type: ignore[attr-defined]
-
-
-@pytest.mark.behaviour("E-09")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_gradients_computed_in_16_bits_are_sent_in_16_bits_without_loss(world_size: int) -> None:
-    run_ranks(compare_16_bit_with_32_bit, world_size)
 
 
 @pytest.mark.behaviour("E-09")
@@ -194,7 +190,9 @@ class Sometimes(nn.Module):
         return y + x @ self.maybe if use else y
 
 
-def skip() -> None:
+@pytest.mark.behaviour("E-09", "C-17")
+@on_ranks(2, 4)
+def test_ranks_agree_on_used_parameters_with_encoded_gradients() -> None:
     rank = dist.get_rank()
     model: Any = Sometimes()
     alone = copy.deepcopy(model)
@@ -210,12 +208,9 @@ def skip() -> None:
 
 
 @pytest.mark.behaviour("E-09", "C-17")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_agree_on_used_parameters_with_encoded_gradients(world_size: int) -> None:
-    run_ranks(skip, world_size)
-
-
-def skip_a_step(replicate: int) -> None:
+@pytest.mark.parametrize("replicate", [1, 2])
+@on_ranks(2)
+def test_residuals_of_a_parameter_that_no_rank_uses_are_kept(replicate: int) -> None:
     """Check that a step without ``maybe`` on any rank changes none of its later gradients."""
     rank, codec = dist.get_rank(), ErrorFeedback(Cast(), keep=EXACT)
     policy = CommunicationPolicy(reduce_scatter=codec, all_reduce=codec, min_numel=1)
@@ -228,12 +223,6 @@ def skip_a_step(replicate: int) -> None:
             each(batch_of(rank), use).square().mean().backward()
         found.append(each.maybe.grad.full_tensor())
     assert torch.equal(*found), found
-
-
-@pytest.mark.behaviour("E-09", "C-17")
-@pytest.mark.parametrize("replicate", [1, 2])
-def test_residuals_of_a_parameter_that_no_rank_uses_are_kept(replicate: int) -> None:
-    run_ranks(skip_a_step, 2, replicate)
 
 
 def train(options: dict[str, Any]) -> None:
@@ -427,7 +416,9 @@ def test_a_checkpoint_within_a_step_has_the_residuals_from_before_it() -> None:
     run_ranks(save_within_a_step, 2, True)
 
 
-def freeze_one_parameter() -> None:
+@pytest.mark.behaviour("E-09")
+@on_ranks(2)
+def test_freezing_parameters_resets_residuals() -> None:
     """Check that freezing a parameter, which moves the others in the message, resets the residuals."""
     policy = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int4()), min_numel=1)
     model = sharded(build(), policy)
@@ -442,12 +433,9 @@ def freeze_one_parameter() -> None:
     assert torch.equal(model[0].bias.grad.full_tensor(), fresh[0].bias.grad.full_tensor())
 
 
-@pytest.mark.behaviour("E-09")
-def test_freezing_parameters_resets_residuals() -> None:
-    run_ranks(freeze_one_parameter, 2)
-
-
-def compare_tensor_parallel_copies() -> None:
+@pytest.mark.behaviour("E-09", "A-07")
+@on_ranks(4)
+def test_replicated_parameters_on_tensor_parallel_ranks_get_equal_gradients() -> None:
     """Check that gradients of tensor-parallel copies are not rounded together with those of shards."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -465,8 +453,3 @@ def compare_tensor_parallel_copies() -> None:
     kinds: Any = {p.name: b.plan.reduce_kind for b in state_of(model).group.buckets for p in b.parameters}
     codecs = {name: kind.shard for name, kind in kinds.items()}
     assert codecs == {"0.weight": Int4(), "0.bias": Int4(), "1.weight": Int4(), "1.bias": EXACT}
-
-
-@pytest.mark.behaviour("E-09", "A-07")
-def test_replicated_parameters_on_tensor_parallel_ranks_get_equal_gradients() -> None:
-    run_ranks(compare_tensor_parallel_copies, 4)

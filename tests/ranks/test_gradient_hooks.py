@@ -19,7 +19,7 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sy
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import (
     OPTIMIZERS,
     Play,
@@ -170,7 +170,9 @@ def play_bf16(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return loss.detach()
 
 
-def keep_gradients_in_their_dtype() -> None:
+@pytest.mark.behaviour("D-01")
+@on_ranks(2)
+def test_the_dtype_set_for_gradients_is_kept() -> None:
     """Check bf16 parameters with fp32 gradients, set by ``grad_dtype``. Two ranks have only one order of summation."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sums: dict[str, torch.Tensor] = {}
@@ -206,11 +208,6 @@ def keep_gradients_in_their_dtype() -> None:
         model.to(torch.float64)  # the model remains usable with every grad_dtype
         model.to(BF16)
         play_bf16(model, 0, rank)
-
-
-@pytest.mark.behaviour("D-01")
-def test_the_dtype_set_for_gradients_is_kept() -> None:
-    run_ranks(keep_gradients_in_their_dtype, 2)
 
 
 class _WideGradient(torch.autograd.Function):
@@ -391,7 +388,9 @@ def test_gradients_of_several_dtypes_in_one_group_are_reduced_each_in_its_own_or
 # -- optimizers built before sharding
 
 
-def step_stale_optimizers() -> None:
+@pytest.mark.behaviour("H-02")
+@on_ranks(1, 2)
+def test_an_optimizer_built_before_sharding_is_refused_by_name_at_its_step() -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
     model = task.build()
     early = torch.optim.AdamW(model.parameters())
@@ -413,13 +412,9 @@ def step_stale_optimizers() -> None:
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
 
 
-@pytest.mark.behaviour("H-02")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_built_before_sharding_is_refused_by_name_at_its_step(world_size: int) -> None:
-    run_ranks(step_stale_optimizers, world_size)
-
-
-def step_in_backward_while_kept_unsharded() -> None:
+@pytest.mark.behaviour("C-12", "C-08")
+@on_ranks(2)
+def test_a_step_inside_backward_makes_kept_parameters_stale() -> None:
     """Check that a step in backward makes parameters stale that are kept unsharded after backward."""
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, reshard_after_forward=False)
@@ -432,8 +427,3 @@ def step_in_backward_while_kept_unsharded() -> None:
         play(model, 1, rank)
     gathered = {e.group for e in recorder if e.operation is Operation.UNSHARD}
     assert gathered == {"root", "layers.0", "layers.1", "layers.2"}
-
-
-@pytest.mark.behaviour("C-12", "C-08")
-def test_a_step_inside_backward_makes_kept_parameters_stale() -> None:
-    run_ranks(step_in_backward_while_kept_unsharded, 2)

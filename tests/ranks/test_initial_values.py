@@ -20,7 +20,7 @@ from composable_fsdp.errors import ConfigurationError, LifecycleError, Parameter
 from tests._internals import process_groups, reset_parameters
 from tests.helpers.model_parallel import Pairs, parallelize_pairs
 from tests.helpers.peak_memory import Peak
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, full_value
 from tests.helpers.transports import SOCKETS
 
@@ -118,7 +118,9 @@ def test_meta_tensors_cannot_be_synchronised_and_are_named() -> None:
     assert "Pass param_init_fn" in first
 
 
-def train_with_ignored_modules() -> None:
+@pytest.mark.behaviour("A-11")
+@on_ranks(2)
+def test_ignored_modules_are_neither_sharded_nor_reduced() -> None:
     """Check that ignored modules train as plain ones, separately on each rank."""
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3))
@@ -135,11 +137,6 @@ def train_with_ignored_modules() -> None:
         others = [torch.empty(3) for _ in range(2)]
         dist.all_gather(others, plain.get_buffer("1.running_var"))
     assert not torch.equal(*others), "statistics of different batches are not synchronised"
-
-
-@pytest.mark.behaviour("A-11")
-def test_ignored_modules_are_neither_sharded_nor_reduced() -> None:
-    run_ranks(train_with_ignored_modules, 2)
 
 
 # -- initialize, sharded_rng
@@ -237,7 +234,9 @@ def reset_values(module: nn.Module) -> None:
         reset_parameters(module)
 
 
-def initialise_tensor_parallel() -> None:
+@pytest.mark.behaviour("J-01", "A-06")
+@on_ranks(4)
+def test_values_by_seed_of_a_tensor_parallel_model_are_those_of_the_unsharded_one() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
         model = Pairs()
@@ -251,11 +250,6 @@ def initialise_tensor_parallel() -> None:
     with sharded_rng(reference, SEED):
         draw(reference)
     assert_values(model, reference)
-
-
-@pytest.mark.behaviour("J-01", "A-06")
-def test_values_by_seed_of_a_tensor_parallel_model_are_those_of_the_unsharded_one() -> None:
-    run_ranks(initialise_tensor_parallel, 4)
 
 
 @torch.no_grad()

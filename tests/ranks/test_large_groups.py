@@ -12,7 +12,7 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sy
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import TRANSPORTS, Environment
 
 
@@ -45,7 +45,9 @@ class Detour(nn.Module):
         return x if around else y
 
 
-def go_around_on_one_rank() -> None:
+@pytest.mark.behaviour("C-07", "C-17")
+@on_ranks(2, transports=TRANSPORTS)
+def test_a_backward_skipped_on_one_rank_leaves_no_state() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = Detour(), Detour()
     fully_shard(model.first)
@@ -67,12 +69,6 @@ def go_around_on_one_rank() -> None:
         for microbatch in range(2):
             step(reference, microbatch, other)
     check_gradients(model, reference, size)
-
-
-@pytest.mark.behaviour("C-07", "C-17")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_backward_skipped_on_one_rank_leaves_no_state(transport: Environment) -> None:
-    run_ranks(go_around_on_one_rank, 2, environment=transport)
 
 
 def sum_bf16_gradients_in_fp32(microbatches: int) -> None:
@@ -143,7 +139,9 @@ class TwoHeads(nn.Module):
         return out
 
 
-def use_different_heads() -> None:
+@pytest.mark.behaviour("C-17")
+@on_ranks(2, transports=TRANSPORTS)
+def test_ranks_may_use_different_parameters_of_a_group_with_nested_groups() -> None:
     rank, model, reference = dist.get_rank(), TwoHeads(), TwoHeads()
     for layer in model.layers:
         fully_shard(layer)
@@ -163,9 +161,3 @@ def use_different_heads() -> None:
         for name, parameter in model.named_parameters():
             assert isinstance(parameter.grad, DTensor), name
             torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
-
-
-@pytest.mark.behaviour("C-17")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_ranks_may_use_different_parameters_of_a_group_with_nested_groups(transport: Environment) -> None:
-    run_ranks(use_different_heads, 2, environment=transport)

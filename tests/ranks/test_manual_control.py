@@ -16,7 +16,7 @@ from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 from tests.helpers.transports import SOCKETS
 
@@ -34,7 +34,9 @@ def sharded_layers(model: nn.Module) -> list[FSDPModule]:
 # -- unshard and reshard
 
 
-def unshard_by_hand() -> None:
+@pytest.mark.behaviour("C-08")
+@on_ranks(2, 4)
+def test_unshard_and_reshard_by_hand() -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
     originals = dict(task.build().named_parameters())
     model = shard_layers(task.build(), fully_shard)
@@ -70,16 +72,12 @@ def unshard_by_hand() -> None:
     model.reshard()
 
 
-@pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_unshard_and_reshard_by_hand(world_size: int) -> None:
-    run_ranks(unshard_by_hand, world_size)
-
-
 # -- setters of resharding
 
 
-def change_reshard_after_forward() -> None:
+@pytest.mark.behaviour("C-08")
+@on_ranks(2, environment=SOCKETS)
+def test_reshard_after_forward_can_be_changed_between_iterations() -> None:
     task = TASKS["chain"]
     wanted = (True, False, True, False, False, True)
 
@@ -105,11 +103,6 @@ def change_reshard_after_forward() -> None:
         model.set_reshard_after_forward(2)  # type: ignore[operator]
 
 
-@pytest.mark.behaviour("C-08")
-def test_reshard_after_forward_can_be_changed_between_iterations() -> None:
-    run_ranks(change_reshard_after_forward, 2, environment=SOCKETS)
-
-
 class ByHand:
     """An optimizer that is no subclass of torch's ``Optimizer``."""
 
@@ -127,7 +120,12 @@ class ByHand:
                     parameter.sub_(parameter.grad, alpha=0.5)
 
 
-def keep_parameters_after_backward(reshard_after_forward: bool | None) -> None:
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@on_ranks(2)
+def test_parameters_kept_after_backward_are_not_stale_after_an_optimizer_step(
+    reshard_after_forward: bool | None,
+) -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
 
     def shard(model: nn.Module) -> None:
@@ -153,14 +151,8 @@ def keep_parameters_after_backward(reshard_after_forward: bool | None) -> None:
 
 
 @pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-def test_parameters_kept_after_backward_are_not_stale_after_an_optimizer_step(
-    reshard_after_forward: bool | None,
-) -> None:
-    run_ranks(keep_parameters_after_backward, 2, reshard_after_forward)
-
-
-def step_plain_optimizers() -> None:
+@on_ranks(2)
+def test_only_an_optimizer_of_shards_makes_kept_parameters_stale() -> None:
     """Step optimizers of plain tensors between passes that keep parameters unsharded."""
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, reshard_after_forward=False)
@@ -183,15 +175,12 @@ def step_plain_optimizers() -> None:
             assert not torch.equal(model(task.batch_of(0, rank)[0]), before), "an optimizer of local shards has stepped"
 
 
-@pytest.mark.behaviour("C-08")
-def test_only_an_optimizer_of_shards_makes_kept_parameters_stale() -> None:
-    run_ranks(step_plain_optimizers, 2)
-
-
 # -- prefetching
 
 
-def set_prefetch_lists() -> None:
+@pytest.mark.behaviour("C-08")
+@on_ranks(2, environment=SOCKETS)
+def test_prefetch_lists_determine_the_order_of_gathers() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, fuses=False)
     layers = sharded_layers(model)
@@ -248,11 +237,8 @@ def set_prefetch_lists() -> None:
 
 
 @pytest.mark.behaviour("C-08")
-def test_prefetch_lists_determine_the_order_of_gathers() -> None:
-    run_ranks(set_prefetch_lists, 2, environment=SOCKETS)
-
-
-def train_without_unsharding_the_embedding_in_backward() -> None:
+@on_ranks(2)
+def test_an_embedding_is_not_gathered_in_backward() -> None:
     gathered: list[int] = []
     task = TASKS["transformer"]
 
@@ -277,11 +263,6 @@ def train_without_unsharding_the_embedding_in_backward() -> None:
     gathered.clear()
     check_parity(task.build, play, shard=shard(True), steps=2)
     assert gathered[:2] == [1] * 2
-
-
-@pytest.mark.behaviour("C-08")
-def test_an_embedding_is_not_gathered_in_backward() -> None:
-    run_ranks(train_without_unsharding_the_embedding_in_backward, 2)
 
 
 # -- forward methods

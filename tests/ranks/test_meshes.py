@@ -20,11 +20,13 @@ from composable_fsdp.errors import MeshError
 from composable_fsdp.interop import patch_torch
 from tests.helpers.fresh_process import run_script_on_ranks
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
 
 
-def _check_the_default_mesh() -> None:
+@pytest.mark.behaviour("A-03")
+@on_ranks(2, 4)
+def test_the_default_mesh_is_all_ranks_unnamed_on_cpu_and_one_for_all_modules() -> None:
     first, second = nn.Linear(3, 5), nn.Linear(3, 5)
     fully_shard(first)
     fully_shard(second)
@@ -35,12 +37,6 @@ def _check_the_default_mesh() -> None:
     assert (mesh.ndim, mesh.mesh_dim_names, mesh.device_type) == (1, None, "cpu")
     assert second.weight.device_mesh is mesh
     assert first.weight.placements == (Shard(0),)
-
-
-@pytest.mark.behaviour("A-03")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_default_mesh_is_all_ranks_unnamed_on_cpu_and_one_for_all_modules(ranks: int) -> None:
-    run_ranks(_check_the_default_mesh, ranks)
 
 
 WITHOUT_A_PROCESS_GROUP = """
@@ -102,7 +98,9 @@ def test_every_mesh_trains_with_parity_on_different_data(
     run_ranks(_check_parity, prod(shape), task, shape, names)
 
 
-def _train_on_a_slice() -> None:
+@pytest.mark.behaviour("A-07")
+@on_ranks(4)
+def test_a_2d_slice_of_a_larger_mesh_averages_over_its_ranks_only() -> None:
     """Check the slice that the error for a 3-d mesh recommends. Different slices do not average their gradients."""
     world = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("other", "replicate", "shard"))
     mesh = world["replicate", "shard"]
@@ -118,11 +116,8 @@ def _train_on_a_slice() -> None:
 
 
 @pytest.mark.behaviour("A-07")
-def test_a_2d_slice_of_a_larger_mesh_averages_over_its_ranks_only() -> None:
-    run_ranks(_train_on_a_slice, 4)
-
-
-def _train_on_a_transposed_mesh() -> None:
+@on_ranks(4)
+def test_a_mesh_in_another_order_than_the_ranks_trains_with_parity() -> None:
     """Check that the mesh, not the global rank, determines shards.
 
     Ranks 0 and 2 form one shard group, ranks 1 and 3 the other.
@@ -133,11 +128,6 @@ def _train_on_a_transposed_mesh() -> None:
     shard_layers(model, fully_shard, mesh=mesh)
     assert_sharded(model, values, mesh)
     train_and_compare(model, reference, TASKS["mlp"])
-
-
-@pytest.mark.behaviour("A-07")
-def test_a_mesh_in_another_order_than_the_ranks_trains_with_parity() -> None:
-    run_ranks(_train_on_a_transposed_mesh, 4)
 
 
 def _shard_outside() -> str:
@@ -164,7 +154,9 @@ def test_a_rank_outside_of_the_mesh_gets_an_error_and_the_others_train() -> None
     assert "rank 1 is not in the mesh [0, 2]" in messages[1]
 
 
-def _train_on_two_meshes() -> None:
+@pytest.mark.behaviour("A-07")
+@on_ranks(4)
+def test_groups_of_one_model_may_be_on_different_meshes() -> None:
     """Shard a child on a smaller mesh than its parent's: each group averages over its own mesh."""
     rank = dist.get_rank()
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -183,11 +175,6 @@ def _train_on_two_meshes() -> None:
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
     assert isinstance(parameter.grad, DTensor)
     return parameter.grad.full_tensor()
-
-
-@pytest.mark.behaviour("A-07")
-def test_groups_of_one_model_may_be_on_different_meshes() -> None:
-    run_ranks(_train_on_two_meshes, 4)
 
 
 def train_as_replicate() -> None:

@@ -18,7 +18,7 @@ import composable_fsdp as ours
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import ParameterError
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import adamw, assert_sharded, initialise, train_and_compare, values_of
 
 MODELS_AND_MESHES = [("mlp", (2,)), ("mlp", (2, 2)), ("mlp", (3,)), ("tied", (4,)), ("tied", (2, 1)), ("wide", (3,))]
@@ -75,7 +75,9 @@ def test_assigning_a_sharded_state_dict_trains_with_parity(task: str, shape: tup
     run_ranks(_assign, prod(shape), task, shape)
 
 
-def _assign_again() -> None:
+@pytest.mark.behaviour("A-12")
+@on_ranks(2)
+def test_assigning_between_steps_trains_with_parity() -> None:
     """Assign values to a model that has already run and is unsharded."""
     task = TASKS["mlp"]
     mesh = init_device_mesh("cpu", (2,))
@@ -88,11 +90,6 @@ def _assign_again() -> None:
         task.loss(model, task.batch_of(6, dist.get_rank()))
     model.load_state_dict(source.state_dict(), assign=True)
     train_and_compare(model, reference, task)
-
-
-@pytest.mark.behaviour("A-12")
-def test_assigning_between_steps_trains_with_parity() -> None:
-    run_ranks(_assign_again, 2)
 
 
 def _run_on_meta() -> list[str]:
@@ -123,7 +120,9 @@ def test_a_forward_on_meta_is_a_recoverable_error_on_every_rank() -> None:
     assert "layers" not in first[1]
 
 
-def _mix_meta_and_real() -> None:
+@pytest.mark.behaviour("A-12")
+@on_ranks(2)
+def test_a_meta_parameter_beside_real_ones_is_named_and_leaves_these_their_values() -> None:
     """Leave the first or a later parameter of a bucket on meta, with torch's FSDP2 and with this library."""
     for library in (torch_fsdp, ours):
         _name_and_keep(library)
@@ -148,8 +147,3 @@ def _move_one_to_meta(plain: nn.Module, name: str) -> nn.Module:
     module = copy.deepcopy(plain)
     setattr(module, name, nn.Parameter(getattr(module, name).to("meta")))
     return module
-
-
-@pytest.mark.behaviour("A-12")
-def test_a_meta_parameter_beside_real_ones_is_named_and_leaves_these_their_values() -> None:
-    run_ranks(_mix_meta_and_real, 2)

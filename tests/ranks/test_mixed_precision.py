@@ -25,7 +25,7 @@ from composable_fsdp import (
 from composable_fsdp.testing import RanksError
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import (
     OPTIMIZERS,
     assert_equal_runs,
@@ -174,19 +174,18 @@ def check_reduction(options: dict[str, Any]) -> None:
         torch.testing.assert_close(gradient.to_local(), local_shard(expected[name], gradient), **loose)
 
 
-def check_policies() -> None:
+@pytest.mark.behaviour("D-01")
+@on_ranks(2, 4)
+def test_dtypes_are_as_asked_for_and_the_reduction_is_exact() -> None:
     for options in POLICIES:
         check_dtypes(options)
         check_reduction(options)
 
 
 @pytest.mark.behaviour("D-01")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_dtypes_are_as_asked_for_and_the_reduction_is_exact(world_size: int) -> None:
-    run_ranks(check_policies, world_size)
-
-
-def compare_with_peer(reshard_after_forward: bool | None) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+@on_ranks(2)
+def test_training_in_mixed_precision_is_bitwise_that_of_torch(reshard_after_forward: bool | None) -> None:
     """Compare five steps under each policy with torch's FSDP2, bitwise.
 
     Left out are the two gradients of a tied weight where FSDP2 from torch 2.15 on rounds each of them before the sum,
@@ -217,13 +216,9 @@ def compare_with_peer(reshard_after_forward: bool | None) -> None:
             assert_equal_runs(runs[2], runs[0], what=f"{task}, {options}, torch's policy", exact=True)
 
 
-@pytest.mark.behaviour("D-01")
-@pytest.mark.parametrize("reshard_after_forward", [True, None])
-def test_training_in_mixed_precision_is_bitwise_that_of_torch(reshard_after_forward: bool | None) -> None:
-    run_ranks(compare_with_peer, 2, reshard_after_forward)
-
-
-def accumulate_in_the_reduce_dtype() -> None:
+@pytest.mark.behaviour("D-01", "C-07")
+@on_ranks(2)
+def test_gradients_accumulate_unsharded_in_the_reduce_dtype() -> None:
     """Check that microbatches without communication are summed in ``reduce_dtype``, not in ``param_dtype``."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     task = TASKS["mlp"]
@@ -246,11 +241,6 @@ def accumulate_in_the_reduce_dtype() -> None:
         assert isinstance(parameter.grad, DTensor)
         expected = local_shard(totals[name] / world_size, parameter.grad)
         torch.testing.assert_close(parameter.grad.to_local(), expected, rtol=0, atol=0)
-
-
-@pytest.mark.behaviour("D-01", "C-07")
-def test_gradients_accumulate_unsharded_in_the_reduce_dtype() -> None:
-    run_ranks(accumulate_in_the_reduce_dtype, 2)
 
 
 # -- parameters that keep their dtype
@@ -457,7 +447,14 @@ def gradients_of_all_ranks(
     return outputs, [total / len(batches) for total in sums]
 
 
-def compare_overrides(case: str, mode: str) -> None:
+@pytest.mark.behaviour("D-01")
+@pytest.mark.parametrize(
+    ("case", "mode"), [*((case, "call") for case in OVERRIDES), ("output", "policy"), ("original or None", "copy")]
+)
+@on_ranks(2, environment=SOCKETS)
+def test_parameters_in_their_original_dtype_share_messages_and_train_as_the_unsharded_model(
+    case: str, mode: str
+) -> None:
     torch.manual_seed(0)
     policy, rank = OVERRIDES[case], dist.get_rank()
     asked: list[torch.Size] = []
@@ -503,16 +500,6 @@ def compare_overrides(case: str, mode: str) -> None:
     other.load_state_dict(gate.state_dict())
     for a, b in zip(gate.parameters(), other.parameters(), strict=True):
         assert torch.equal(a.full_tensor(), b.full_tensor())
-
-
-@pytest.mark.behaviour("D-01")
-@pytest.mark.parametrize(
-    ("case", "mode"), [*((case, "call") for case in OVERRIDES), ("output", "policy"), ("original or None", "copy")]
-)
-def test_parameters_in_their_original_dtype_share_messages_and_train_as_the_unsharded_model(
-    case: str, mode: str
-) -> None:
-    run_ranks(compare_overrides, 2, case, mode, environment=SOCKETS)
 
 
 def shard_with_other_answers() -> None:

@@ -22,7 +22,7 @@ from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.testing import RanksError
 from tests.helpers.models import seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import check_parity
 from tests.helpers.transports import COPIES, TRANSPORTS
 
@@ -340,13 +340,10 @@ class UsingWeight(nn.Module):
         return out
 
 
-def train_with_a_returned_weight() -> None:
-    check_parity(seeded(UsingWeight), play, reshard_after_forward=False)
-
-
 @pytest.mark.behaviour("C-06")
+@on_ranks(2)
 def test_a_module_that_stays_unsharded_can_return_its_own_weight() -> None:
-    run_ranks(train_with_a_returned_weight, 2)
+    check_parity(seeded(UsingWeight), play, reshard_after_forward=False)
 
 
 class Hiding(nn.Module):
@@ -401,7 +398,9 @@ class Cyclic(nn.Module):
         return self.holder
 
 
-def meet_cycles() -> None:
+@pytest.mark.behaviour("C-06", "H-05")
+@on_ranks(1, environment=COPIES)
+def test_a_container_that_contains_itself_is_an_error_after_which_training_goes_on() -> None:
     cycle: list[Any] = [torch.ones(WIDTH, requires_grad=True)]
     cycle.append({"cycle": cycle})
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)):
@@ -417,8 +416,3 @@ def meet_cycles() -> None:
         model.holder = None
         model(x).sum().backward()
         assert model.linear.weight.grad is not None
-
-
-@pytest.mark.behaviour("C-06", "H-05")
-def test_a_container_that_contains_itself_is_an_error_after_which_training_goes_on() -> None:
-    run_ranks(meet_cycles, 1, environment=COPIES)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import PlainParameterWarning
 from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, sharded, train_and_compare, values_of
 
 # -- modules that override __setattr__
@@ -40,7 +40,10 @@ def sequences(generator: torch.Generator) -> Batch:
 LSTM = Task(seeded(Recurrent), sequences, squared_error)
 
 
-def _lstm(nested: bool, reshard: bool | None) -> None:
+@pytest.mark.behaviour("A-14")
+@pytest.mark.parametrize(("nested", "reshard"), [(True, True), (True, False), (False, None), (False, True)])
+@on_ranks(2, 4)
+def test_lstms_train_with_parity(nested: bool, reshard: bool | None) -> None:
     model, reference = LSTM.build(), LSTM.build()
     if nested:
         shard_layers(model, fully_shard, reshard_after_forward=reshard)
@@ -50,13 +53,6 @@ def _lstm(nested: bool, reshard: bool | None) -> None:
     for layer in model.get_submodule("layers").children():
         assert isinstance(layer, nn.LSTM)
         assert all(isinstance(weight, DTensor) for weight in layer._flat_weights)
-
-
-@pytest.mark.behaviour("A-14")
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("nested", "reshard"), [(True, True), (True, False), (False, None), (False, True)])
-def test_lstms_train_with_parity(ranks: int, nested: bool, reshard: bool | None) -> None:
-    run_ranks(_lstm, ranks, nested, reshard)
 
 
 # -- conversions

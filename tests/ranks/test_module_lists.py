@@ -16,7 +16,7 @@ from composable_fsdp.trace import Operation, Recorder
 from tests._internals import find_state, state_of
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Chain, seeded
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.transports import SOCKETS
 
 SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
@@ -56,7 +56,9 @@ def shard_nested_modules_together(model: nn.Module, **options: Any) -> nn.Module
     return fully_shard(model, **options)
 
 
-def trace_a_list() -> None:
+@pytest.mark.behaviour("A-09")
+@on_ranks(2, environment=SOCKETS)
+def test_a_list_is_gathered_once_each_way_and_reduced_once() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_ends_together(task.build())
     model.set_schedule(max_fused_bytes=0)  # type: ignore[operator]
@@ -84,12 +86,9 @@ def trace_a_list() -> None:
         assert reduced == ["reduce layers.2", "reduce layers.1", f"reduce {ends}"]
 
 
-@pytest.mark.behaviour("A-09")
-def test_a_list_is_gathered_once_each_way_and_reduced_once() -> None:
-    run_ranks(trace_a_list, 2, environment=SOCKETS)
-
-
-def share_one_state() -> None:
+@pytest.mark.behaviour("A-09", "A-01")
+@on_ranks(2)
+def test_the_modules_of_a_list_share_one_state_and_invalid_lists_are_refused() -> None:
     model = shard_nested_modules_together(seeded(Towers)())
     assert isinstance(model, Towers)
     listed = [model.left, model.left.layers[1], model.right]
@@ -111,8 +110,3 @@ def share_one_state() -> None:
         fully_shard([fresh, "model"])  # type: ignore[type-var]
     assert type(fresh) is nn.Linear  # unchanged by the failed calls
     assert not isinstance(fresh.weight, DTensor)
-
-
-@pytest.mark.behaviour("A-09", "A-01")
-def test_the_modules_of_a_list_share_one_state_and_invalid_lists_are_refused() -> None:
-    run_ranks(share_one_state, 2)

@@ -33,7 +33,7 @@ from composable_fsdp.checkpoint import load, save
 from tests._internals import Exchange
 from tests.helpers.model_parallel import PAIRS, named_mesh, sharded_pairs
 from tests.helpers.models import seeded
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, full_value
 from tests.helpers.simulated_offload import simulated_offload
 
@@ -192,7 +192,9 @@ def test_replicas_share_the_work_or_compute_it_alone_with_the_same_bits() -> Non
     assert run_ranks(compare, 4, (4, 1), 1 << 20, {}) == [(1, 4)] * 4
 
 
-def step_tensor_parallel() -> None:
+@pytest.mark.behaviour("C-02")
+@on_ranks(4)
+def test_tensor_parallel_matrices_that_no_rank_has_whole_rows_of() -> None:
     mesh = named_mesh(dp=2, tp=2)
     model = sharded_pairs(mesh)
     reference = Reference(PAIRS.build(), lambda name, p: p.ndim == 2)
@@ -206,12 +208,9 @@ def step_tensor_parallel() -> None:
     assert sorted(len(e.members.coordinates) for e in exchanges_of(optimizer)) == [2, 4]
 
 
-@pytest.mark.behaviour("C-02")
-def test_tensor_parallel_matrices_that_no_rank_has_whole_rows_of() -> None:
-    run_ranks(step_tensor_parallel, 4)
-
-
-def step_with_codecs_and_offload() -> None:
+@pytest.mark.behaviour("D-02", "E-08", "E-09")
+@on_ranks(2)
+def test_codecs_and_offload_change_nothing_in_the_step() -> None:
     with simulated_offload():
         model, reference = build(), Reference(build(), matrices)
         fully_shard(
@@ -228,12 +227,9 @@ def step_with_codecs_and_offload() -> None:
             assert_same(model, reference.model, f"step {step}")
 
 
-@pytest.mark.behaviour("D-02", "E-08", "E-09")
-def test_codecs_and_offload_change_nothing_in_the_step() -> None:
-    run_ranks(step_with_codecs_and_offload, 2)
-
-
-def use_everything_around_a_step() -> None:
+@pytest.mark.behaviour("C-11")
+@on_ranks(2)
+def test_clipping_schedulers_scalers_and_averages() -> None:
     """Clip, scale, schedule and average as with any other optimizer."""
     model, reference = build(), Reference(build(), matrices)
     fully_shard(model)
@@ -260,11 +256,6 @@ def use_everything_around_a_step() -> None:
         assert_same(model, reference.model, f"step {step}")
     assert {group["lr"] for group in optimizer.param_groups} == {LR / 8}
     assert not torch.equal(values(averaged.module)["experts"], before["experts"])
-
-
-@pytest.mark.behaviour("C-11")
-def test_clipping_schedulers_scalers_and_averages() -> None:
-    run_ranks(use_everything_around_a_step, 2)
 
 
 # -- checkpoints
@@ -334,7 +325,9 @@ def test_a_killed_run_resumes_from_its_checkpoint_on_other_numbers_of_ranks(tmp_
                 assert_exact(value, expected[name], f"{ranks} ranks, {name}")
 
 
-def state_dicts_of_torch() -> None:
+@pytest.mark.behaviour("F-08")
+@on_ranks(2)
+def test_torchs_state_dicts_save_and_load_it() -> None:
     model, optimizer = make()
     train(range(2), model, optimizer)
     state: Any = copy.deepcopy(get_optimizer_state_dict(model, optimizer))  # it shares memory with the optimizer
@@ -350,7 +343,9 @@ def state_dicts_of_torch() -> None:
         assert_exact(value, values(model)[name], name)
 
 
-def load_momentum_of_other_placements() -> None:
+@pytest.mark.behaviour("F-08")
+@on_ranks(2)
+def test_momentum_that_is_loaded_whole_is_placed_as_its_parameter() -> None:
     (model, optimizer), (other, loaded) = make(), make()
     train(range(1), model, optimizer)
     train(range(1), other, loaded)
@@ -363,13 +358,3 @@ def load_momentum_of_other_placements() -> None:
     train(range(1, 3), other, loaded)
     for name, value in values(model).items():
         assert torch.equal(values(other)[name], value), name
-
-
-@pytest.mark.behaviour("F-08")
-def test_momentum_that_is_loaded_whole_is_placed_as_its_parameter() -> None:
-    run_ranks(load_momentum_of_other_placements, 2)
-
-
-@pytest.mark.behaviour("F-08")
-def test_torchs_state_dicts_save_and_load_it() -> None:
-    run_ranks(state_dicts_of_torch, 2)

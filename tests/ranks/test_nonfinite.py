@@ -18,7 +18,7 @@ from composable_fsdp.errors import GradientError
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 
 
 def local_gradient(model: nn.Module, name: str) -> torch.Tensor:
@@ -42,7 +42,9 @@ def build(**options: Any) -> nn.Sequential:
     return fully_shard(model, **options)
 
 
-def search_on_two_ranks() -> None:
+@pytest.mark.behaviour("H-04", "H-05")
+@on_ranks(2)
+def test_parameters_and_ranks_are_named_on_all_ranks() -> None:
     model = build()
     model(torch.ones(2, 8)).sum().backward()
     with counted_collectives() as counts:
@@ -62,19 +64,11 @@ def search_on_two_ranks() -> None:
 
 
 @pytest.mark.behaviour("H-04", "H-05")
-def test_parameters_and_ranks_are_named_on_all_ranks() -> None:
-    run_ranks(search_on_two_ranks, 2)
-
-
-def search_after_a_nan_loss() -> None:
+@on_ranks(2)
+def test_a_batch_that_is_nan_on_one_rank_shows_everywhere() -> None:
     model = build()
     model(torch.full((2, 8), nan if dist.get_rank() == 1 else 1.0)).sum().backward()
     assert set(find_nonfinite(model)) == {"0.weight", "1.weight"}
-
-
-@pytest.mark.behaviour("H-04", "H-05")
-def test_a_batch_that_is_nan_on_one_rank_shows_everywhere() -> None:
-    run_ranks(search_after_a_nan_loss, 2)
 
 
 def search_on_a_hybrid_mesh() -> None:

@@ -26,7 +26,7 @@ from composable_fsdp.checkpoint import load, save
 from tests._internals import local_part, make_exchanges, optimizer_offloads
 from tests.helpers.host_as_device import host_as_device, offload
 from tests.helpers.models import UnevenMLP
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, full_value
 from tests.helpers.transports import SOCKETS
 from tests.simulation import BACKEND, simulated_accelerator
@@ -179,7 +179,10 @@ def shards(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return found
 
 
-def step_on_a_device(kept: int) -> None:
+@pytest.mark.behaviour("M-01", "D-02")
+@pytest.mark.parametrize("kept", [0, 200])
+@on_ranks(2, environment=SOCKETS, timeout=120)
+def test_copies_have_no_races_on_a_device(kept: int) -> None:
     """Step on a simulated device, which would find an access that its streams do not order."""
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
     models = []
@@ -197,9 +200,3 @@ def step_on_a_device(kept: int) -> None:
         assert_same(found[1], found[0])
         assert len(optimizer_offloads[models[1][1]]._buckets) > 2
     assert not device.races, "\n".join(map(str, device.races))
-
-
-@pytest.mark.behaviour("M-01", "D-02")
-@pytest.mark.parametrize("kept", [0, 200])
-def test_copies_have_no_races_on_a_device(kept: int) -> None:
-    run_ranks(step_on_a_device, 2, kept, environment=SOCKETS, timeout=120)

@@ -11,7 +11,7 @@ from torch import nn
 
 from composable_fsdp import fully_shard
 from tests._internals import root_of, state_of
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import values_of
 
 LocalForm = Callable[[Any], torch.Tensor]
@@ -47,7 +47,10 @@ def outputs(models: Iterable[nn.Module]) -> list[torch.Tensor]:
         return [model(torch.ones(2, 4)) for model in models]
 
 
-def step_two_models(form: str) -> None:
+@pytest.mark.behaviour("C-10")
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_an_optimizer_steps_all_models_whose_shards_it_holds(form: str) -> None:
     """Step one model by its parameters and another by ``form``. Both keep their parameters after an evaluation."""
     models, untouched = (build(1), build(2)), build(3)
     sharded, given = [*models[0].parameters()], [FORMS[form](p).requires_grad_() for p in models[1].parameters()]
@@ -68,9 +71,3 @@ def step_two_models(form: str) -> None:
         torch.testing.assert_close(after[index], plain(torch.ones(2, 4)))
     assert torch.equal(after[2], before[2])
     assert root_of(state_of(untouched)).plans.steps.number == steps
-
-
-@pytest.mark.behaviour("C-10")
-@pytest.mark.parametrize("form", FORMS)
-def test_an_optimizer_steps_all_models_whose_shards_it_holds(form: str) -> None:
-    run_ranks(step_two_models, 2, form)

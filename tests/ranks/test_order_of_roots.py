@@ -13,13 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import fully_shard
 from tests._internals import Root
-from tests.helpers.run_ranks import run_ranks
-from tests.helpers.transports import TRANSPORTS, Environment
+from tests.helpers.run_ranks import on_ranks
+from tests.helpers.transports import TRANSPORTS
 
 LAYERS = 6
 
 
-def end_what_several_roots_have_in_flight(occasion: str) -> None:
+@pytest.mark.behaviour("G-01")
+@pytest.mark.parametrize("occasion", ["assembly", "zero_grad"])
+@on_ranks(2, transports=TRANSPORTS)
+def test_former_roots_end_their_reductions_in_one_order(occasion: str) -> None:
     """Leave an all-reduce to be launched in each of several roots. A set of roots has another order on each rank."""
     rank, number, mesh = dist.get_rank(), count(1), init_device_mesh("cpu", (2, 1))
     with pytest.MonkeyPatch.context() as patch:
@@ -42,10 +45,3 @@ def end_what_several_roots_have_in_flight(occasion: str) -> None:
             parent.zero_grad()
     for index in range(LAYERS):
         assert torch.equal(reduced[index], torch.full((4, 4), 1.0 + index + 5)), (index, reduced[index])
-
-
-@pytest.mark.behaviour("G-01")
-@pytest.mark.parametrize("occasion", ["assembly", "zero_grad"])
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_former_roots_end_their_reductions_in_one_order(occasion: str, transport: Environment) -> None:
-    run_ranks(end_what_several_roots_have_in_flight, 2, occasion, environment=transport)

@@ -17,7 +17,7 @@ from composable_fsdp.optim import muon
 from tests._internals import Exchange
 from tests.helpers.host_as_device import host_as_device, offload
 from tests.helpers.models import seeded
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, full_value
 
 
@@ -107,7 +107,10 @@ def test_gradients_of_different_parameters_are_an_error_also_with_offloaded_stat
     run_ranks(step_offloaded_with_other_gradients, 2, name)
 
 
-def step_without(name: str) -> None:
+@pytest.mark.behaviour("C-04")
+@pytest.mark.parametrize("name", MAKERS)
+@on_ranks(2)
+def test_a_parameter_without_a_gradient_on_all_ranks_is_left_as_it_is(name: str) -> None:
     """Drop the gradient of a parameter on all ranks: it is left as it is, without another plan."""
     model, optimizer = trained(name)
     before = values(model)
@@ -116,12 +119,6 @@ def step_without(name: str) -> None:
         optimizer.step()
     for each, value in values(model).items():
         assert torch.equal(value, before[each]) == (each == "down.weight"), each
-
-
-@pytest.mark.behaviour("C-04")
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_parameter_without_a_gradient_on_all_ranks_is_left_as_it_is(name: str) -> None:
-    run_ranks(step_without, 2, name)
 
 
 class Failing:

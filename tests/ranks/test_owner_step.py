@@ -21,7 +21,7 @@ from composable_fsdp import fully_shard, owner_step
 from composable_fsdp.checkpoint import load, save
 from tests.helpers.model_parallel import PAIRS, named_mesh, sharded_pairs
 from tests.helpers.models import TASKS
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, full_value
 
 
@@ -137,7 +137,9 @@ def test_whole_parameter_optimizers_give_the_bits_of_the_unsharded_model(shape: 
         run_ranks(step_sharded, torch.Size(shape).numel(), shape, name)
 
 
-def step_tensor_parallel() -> None:
+@pytest.mark.behaviour("C-02")
+@on_ranks(4)
+def test_tensor_parallel_parameters() -> None:
     mesh = named_mesh(dp=2, tp=2)
     model = sharded_pairs(mesh)
     rank = mesh.get_local_rank("dp")
@@ -147,11 +149,6 @@ def step_tensor_parallel() -> None:
             for p, q in zip(model.parameters(), reference.parameters(), strict=True):
                 q.copy_(full_value(p))
         compare_steps(model, reference, name, lambda m, step: PAIRS.loss(m, PAIRS.batch_of(step, rank)))
-
-
-@pytest.mark.behaviour("C-02")
-def test_tensor_parallel_parameters() -> None:
-    run_ranks(step_tensor_parallel, 4)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

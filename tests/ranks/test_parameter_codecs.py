@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from composable_fsdp import Cast, CommunicationPolicy, Float8, Int4, Int8, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import ConfigurationError
 from tests._internals import state_of
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import SOCKETS
 
 CODECS = (Int8(), Int8(block=7), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16))
@@ -80,7 +80,9 @@ def test_every_rank_computes_with_decoded_values(world_size: int) -> None:
     run_ranks(compare, world_size, Int4(), -1, 1, torch.bfloat16, False)
 
 
-def count_bytes() -> None:
+@pytest.mark.behaviour("E-08", "E-07")
+@on_ranks(2, 4, environment=SOCKETS)
+def test_the_codec_determines_the_bytes_sent_and_small_parameters_are_not_encoded() -> None:
     model: Any = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 3))
     fully_shard(model, comm_policy=CommunicationPolicy(all_gather=Int8(block=256), min_numel=1000))
     group = state_of(model).group
@@ -108,13 +110,9 @@ def count_bytes() -> None:
     assert [b.sent_bytes() for b in group.buckets] == [([(encoded, 1)], 0), ([(plain, 4)], 0)]
 
 
-@pytest.mark.behaviour("E-08", "E-07")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_codec_determines_the_bytes_sent_and_small_parameters_are_not_encoded(world_size: int) -> None:
-    run_ranks(count_bytes, world_size, environment=SOCKETS)
-
-
-def choose() -> None:
+@pytest.mark.behaviour("E-08")
+@on_ranks(2)
+def test_codecs_are_chosen_per_parameter_and_nonsense_is_refused() -> None:
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     chosen = CommunicationPolicy(all_gather=Int8(), min_numel=1)
     fully_shard(model, comm_policy=lambda p: chosen if p.ndim == 2 else None)
@@ -131,18 +129,10 @@ def choose() -> None:
         CommunicationPolicy(all_gather="int8")  # type: ignore[arg-type]
 
 
-@pytest.mark.behaviour("E-08")
-def test_codecs_are_chosen_per_parameter_and_nonsense_is_refused() -> None:
-    run_ranks(choose, 2)
-
-
-def unshard_on_one_rank() -> None:
+@pytest.mark.behaviour("E-08", "A-16")
+@on_ranks(1)
+def test_one_rank_sends_nothing_and_encodes_nothing() -> None:
     model: Any = fully_shard(nn.Linear(8, 8), comm_policy=CommunicationPolicy(all_gather=Int4(), min_numel=1))
     exact = model.weight.full_tensor()
     model.unshard()
     assert torch.equal(model.weight, exact)
-
-
-@pytest.mark.behaviour("E-08", "A-16")
-def test_one_rank_sends_nothing_and_encodes_nothing() -> None:
-    run_ranks(unshard_on_one_rank, 1)

@@ -22,7 +22,7 @@ from tests._internals import ShardPlacementResult, state_of
 from tests.helpers.experts import MIXTURE, NUM_EXPERTS, Experts, place_experts
 from tests.helpers.model_parallel import full_run, named_mesh, play
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import assert_exact, expected_shard, sharded, values_of
 from tests.helpers.training import OPTIMIZERS, Play, assert_equal_runs, train
 
@@ -92,19 +92,18 @@ def make_torch_result(placement: Shard, mesh: DeviceMesh) -> TorchResult:
     return TorchResult(placement, FSDPMeshInfo(mesh, shard_mesh_dim=0))
 
 
-def train_expert_parallel() -> None:
+@pytest.mark.behaviour("A-05", "A-06", "C-01", "C-03")
+@on_ranks(4)
+def test_experts_on_their_own_mesh_train_with_parity_in_one_group_with_dense_layers() -> None:
     train_experts(ShardPlacementResult, 1)
     train_experts(make_torch_result, 0)
     train_experts(ShardPlacementResult, 1, reshard_after_forward=2)
     train_experts(ShardPlacementResult, 1, reshard_after_forward=False)
 
 
-@pytest.mark.behaviour("A-05", "A-06", "C-01", "C-03")
-def test_experts_on_their_own_mesh_train_with_parity_in_one_group_with_dense_layers() -> None:
-    run_ranks(train_expert_parallel, 4)
-
-
-def train_on_other_meshes() -> None:
+@pytest.mark.behaviour("A-05", "A-07")
+@on_ranks(4)
+def test_parameters_of_one_group_may_be_hybrid_and_others_sharded() -> None:
     """Replicate biases over pairs of ranks and shard weights over all: every gradient averages over all ranks."""
     mesh = named_mesh(replicate=2, shard=2)
     both = mesh["replicate", "shard"]._flatten("all")
@@ -126,12 +125,9 @@ def train_on_other_meshes() -> None:
         assert_equal_runs(full_run(ours), expected_run)
 
 
-@pytest.mark.behaviour("A-05", "A-07")
-def test_parameters_of_one_group_may_be_hybrid_and_others_sharded() -> None:
-    run_ranks(train_on_other_meshes, 4)
-
-
-def accumulate_in_half_precision() -> None:
+@pytest.mark.behaviour("A-05", "C-07", "D-01")
+@on_ranks(4)
+def test_every_mesh_of_a_group_accumulates_and_reduces_in_the_same_precision() -> None:
     """Check that a gradient is the mean over the ranks of its own mesh. Small integers are exact in bf16."""
     mesh = named_mesh(edp=2, ep=2)
     data = mesh["edp", "ep"]._flatten("dp")
@@ -161,11 +157,6 @@ def accumulate_in_half_precision() -> None:
         assert_exact(gradient.full_tensor(), torch.full((3, 3), 2 * mean), f"{mean}")
 
 
-@pytest.mark.behaviour("A-05", "C-07", "D-01")
-def test_every_mesh_of_a_group_accumulates_and_reduces_in_the_same_precision() -> None:
-    run_ranks(accumulate_in_half_precision, 4)
-
-
 class ExchangedExperts(nn.Module):
     """Dense layer, then one expert for each half of the tokens: the own one, or both if there is no ``group``."""
 
@@ -185,7 +176,9 @@ class ExchangedExperts(nn.Module):
         return all_to_all_single_autograd(x.contiguous(), None, None, self.group)
 
 
-def train_exchanged_experts() -> None:
+@pytest.mark.behaviour("A-05", "D-01")
+@on_ranks(4)
+def test_experts_that_exchange_tokens_divide_by_their_own_factor() -> None:
     """Train experts that get the tokens of two ranks by SGD, whose steps grow with gradients, and compare."""
     mesh, rank = named_mesh(edp=2, ep=2), dist.get_rank()
     data = mesh["edp", "ep"]._flatten("dp")
@@ -220,11 +213,6 @@ def train_exchanged_experts() -> None:
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-@pytest.mark.behaviour("A-05", "D-01")
-def test_experts_that_exchange_tokens_divide_by_their_own_factor() -> None:
-    run_ranks(train_exchanged_experts, 4)
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, "2", True])

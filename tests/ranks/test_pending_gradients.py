@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 import composable_fsdp
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from composable_fsdp.errors import LifecycleError
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import SOCKETS
 from tests.simulation import BACKEND, simulated_accelerator
 
@@ -563,7 +563,10 @@ def fail_to_convert_with_a_dtype_of_gradients() -> None:
         assert torch.equal(full(model.weight.grad), torch.ones(4, 4, dtype=torch.float64))
 
 
-def convert_with_the_same_dtype_of_gradients(grad_dtype: torch.dtype | None, sets: bool, has_grad: bool) -> None:
+@pytest.mark.parametrize("has_grad", [False, True])
+@pytest.mark.parametrize(("grad_dtype", "sets"), [(torch.float32, True), (None, True), (None, False)])
+@on_ranks(2)
+def test_a_dtype_of_gradients_survives_conversions(grad_dtype: torch.dtype | None, sets: bool, has_grad: bool) -> None:
     """Compare conversions of a sharded layer, whose ``grad_dtype`` may be set, with those of a plain one."""
     reference = nn.Linear(4, 4)
     model: Any = copy.deepcopy(reference)
@@ -627,7 +630,8 @@ def change_the_dtype_of_gradients(name: str) -> str:
     return refused(operations.get(name, lambda: model(torch.ones(1, 4))))
 
 
-def replace_by_one_with_a_dtype_of_gradients() -> None:
+@on_ranks(2)
+def test_a_replacement_gets_the_dtype_of_gradients_of_the_parameter() -> None:
     """Assign a parameter with a ``grad_dtype`` from a state dict: the one from before ``fully_shard`` counts."""
     model: Any = fully_shard(nn.Linear(4, 4))
     values = model.state_dict()
@@ -639,7 +643,8 @@ def replace_by_one_with_a_dtype_of_gradients() -> None:
     assert model.weight.grad_dtype == model.weight.grad.dtype == torch.float32
 
 
-def without_races() -> None:
+@on_ranks(2, environment=SOCKETS)
+def test_explicit_reductions_have_no_races() -> None:
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
     with simulated_accelerator() as device:
         finish(mesh)
@@ -658,7 +663,8 @@ def without_races() -> None:
 # -- tests
 
 
-def on_two_ranks() -> None:
+@on_ranks(2)
+def test_gradients_are_pending_until_they_are_reduced() -> None:
     for policy in (OffloadPolicy(), OFFLOAD):
         accumulate(policy)
         for flag in (False, True):
@@ -690,7 +696,8 @@ def on_two_ranks() -> None:
     synchronize_a_part()
 
 
-def on_four_ranks() -> None:
+@on_ranks(4)
+def test_partly_reduced_gradients_are_pending_on_hybrid_meshes() -> None:
     for policy in (OffloadPolicy(), OFFLOAD):
         for cleared in (None, False, True):
             hybrid(policy, cleared, 0)
@@ -700,14 +707,6 @@ def on_four_ranks() -> None:
     clear_one_sum(False)
     finish_partial_sums()
     finish(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-def test_gradients_are_pending_until_they_are_reduced() -> None:
-    run_ranks(on_two_ranks, 2)
-
-
-def test_partly_reduced_gradients_are_pending_on_hybrid_meshes() -> None:
-    run_ranks(on_four_ranks, 4)
 
 
 @pytest.mark.parametrize("name", ["synchronize_gradients", "finalize_backward"])
@@ -736,12 +735,6 @@ def test_a_conversion_loses_neither_a_gradient_nor_its_dtype() -> None:
     run_ranks(fail_to_convert_with_a_dtype_of_gradients, 2)
 
 
-@pytest.mark.parametrize("has_grad", [False, True])
-@pytest.mark.parametrize(("grad_dtype", "sets"), [(torch.float32, True), (None, True), (None, False)])
-def test_a_dtype_of_gradients_survives_conversions(grad_dtype: torch.dtype | None, sets: bool, has_grad: bool) -> None:
-    run_ranks(convert_with_the_same_dtype_of_gradients, 2, grad_dtype, sets, has_grad)
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_the_dtype_of_gradients_after_sharding_is_an_error(name: str) -> None:
     changed, _ = CHANGES[name]
@@ -750,11 +743,3 @@ def test_a_change_of_the_dtype_of_gradients_after_sharding_is_an_error(name: str
             f"grad_dtype of parameter 'weight' was changed after fully_shard, from torch.float32 to {changed}. Set it "
             "before fully_shard, or pass mp_policy=MixedPrecisionPolicy(grad_dtype=...)."
         )
-
-
-def test_a_replacement_gets_the_dtype_of_gradients_of_the_parameter() -> None:
-    run_ranks(replace_by_one_with_a_dtype_of_gradients, 2)
-
-
-def test_explicit_reductions_have_no_races() -> None:
-    run_ranks(without_races, 2, environment=SOCKETS)

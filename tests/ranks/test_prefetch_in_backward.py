@@ -19,7 +19,7 @@ from tests._internals import state_of
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.large_weights import WIDTH, Tower, batch, play
 from tests.helpers.peak_memory import peak_above_idle
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import COPIES, SOCKETS, Environment
 
 ORDER = (Operation.UNSHARD, Operation.WAIT, Operation.REDUCE, Operation.REDUCED)
@@ -150,7 +150,9 @@ def test_two_groups_and_the_gradients_of_one_are_in_memory_together() -> None:
     )
 
 
-def run_alone_and_in_model() -> None:
+@pytest.mark.behaviour("C-04")
+@on_ranks(1)
+def test_a_layer_that_ran_before_its_model_is_named_by_its_path() -> None:
     """Run a layer as its own root, then inside the model that renames it, with one backward through both outputs."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(740, 740), nn.Tanh(), nn.Linear(740, 740)) for _ in range(2)))
     reference = copy.deepcopy(model)
@@ -163,8 +165,3 @@ def run_alone_and_in_model() -> None:
     for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
         assert isinstance(parameter.grad, DTensor)
         torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
-
-
-@pytest.mark.behaviour("C-04")
-def test_a_layer_that_ran_before_its_model_is_named_by_its_path() -> None:
-    run_ranks(run_alone_and_in_model, 1)

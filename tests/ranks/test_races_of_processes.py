@@ -15,22 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp import fully_shard
 from tests.helpers.models import TASKS
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import check_parity, play_task
 from tests.helpers.transports import SOCKETS
 from tests.simulation import BACKEND, SimulatedAccelerator, SimulatedEvent, SimulatedStream, simulated_accelerator
 
 
-def train(name: str) -> None:
+@pytest.mark.parametrize("name", TASKS)
+@on_ranks(2, environment=SOCKETS)
+def test_training_has_no_races_and_the_results_of_the_unsharded_model(name: str) -> None:
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
     with simulated_accelerator() as device:
         check_parity(TASKS[name].build, play_task(name), mesh=mesh, steps=3)
     assert [str(race) for race in device.races] == []
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_training_has_no_races_and_the_results_of_the_unsharded_model(name: str) -> None:
-    run_ranks(train, 2, name, environment=SOCKETS)
 
 
 def watch_the_host() -> tuple[list[list[str]], set[str]]:
@@ -84,7 +81,8 @@ def test_the_host_waits_in_no_step_and_only_the_program_touches_the_device() -> 
         assert [step for step, found in enumerate(waits) if found] in ([], [0]), "the first step compares the models"
 
 
-def leave_out_waits() -> None:
+@on_ranks(2, environment=SOCKETS)
+def test_a_result_that_is_read_before_the_wait_is_found() -> None:
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
     full = torch.full((8,), float(dist.get_rank()))
     with simulated_accelerator() as device:
@@ -96,7 +94,3 @@ def leave_out_waits() -> None:
     assert early.equal(late), "operations run in the order of the host"
     assert late.equal(torch.full((8,), 2.0))
     assert [race.kind for race in device.races] == ["read"]
-
-
-def test_a_result_that_is_read_before_the_wait_is_found() -> None:
-    run_ranks(leave_out_waits, 2, environment=SOCKETS)

@@ -56,7 +56,7 @@ from tests.helpers.failing_steps import (
     step,
 )
 from tests.helpers.faults import is_last
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 FAILING = 2
@@ -148,7 +148,9 @@ def test_reductions_kept_by_fsdp2_after_a_failed_step_are_dropped(plan: Plan) ->
     run_ranks(fail_and_continue, 2, plan, environment=SOCKETS)
 
 
-def free_memory_last() -> None:
+@pytest.mark.behaviour("H-01", "H-05")
+@on_ranks(2, environment=SOCKETS)
+def test_work_in_flight_ends_before_its_memory_is_freed() -> None:
     """Check that all-gathers in flight keep their memory until gloo's connections are closed."""
     found: set[tuple[bool, int]] = set()
     abandon = ParamGroup.abandon
@@ -164,11 +166,6 @@ def free_memory_last() -> None:
     with mock.patch.object(ParamGroup, "abandon", watched):
         fail_and_continue(Plan("before", 1, 0, 1, True, True, True, False))
     assert found == {(True, 0)}, found
-
-
-@pytest.mark.behaviour("H-01", "H-05")
-def test_work_in_flight_ends_before_its_memory_is_freed() -> None:
-    run_ranks(free_memory_last, 2, environment=SOCKETS)
 
 
 # -- memory that gloo may still write to
@@ -261,15 +258,12 @@ def keep_unsharded_memory_while_gloo_may_write() -> None:
     assert sum(bucket.unsharded_bytes for bucket in group.buckets) == 0
 
 
-def check_memory_of_unfinished_operations() -> None:
+@pytest.mark.behaviour("H-01", "H-05")
+@on_ranks(2, environment=SOCKETS)
+def test_memory_of_an_abandoned_operation_is_kept_until_gloo_has_finished() -> None:
     close_connections_before_raising()
     keep_memory_until_the_connection_is_closed()
     keep_unsharded_memory_while_gloo_may_write()
-
-
-@pytest.mark.behaviour("H-01", "H-05")
-def test_memory_of_an_abandoned_operation_is_kept_until_gloo_has_finished() -> None:
-    run_ranks(check_memory_of_unfinished_operations, 2, environment=SOCKETS)
 
 
 # -- without recovery
@@ -389,7 +383,9 @@ def test_ranks_learn_of_a_reset_also_over_another_connection(place: str) -> None
     run_ranks(fail_outside_of_passes, 4, place, environment=SOCKETS)
 
 
-def reset_without_a_failure() -> None:
+@pytest.mark.behaviour("H-01")
+@on_ranks(2, transports=TRANSPORTS)
+def test_a_reset_without_a_failure_forgets_nothing() -> None:
     """One rank has taken more steps, of a model of its own. Both keep what they know of the order of modules."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     for layer in (model[0], model[2], model):
@@ -410,16 +406,13 @@ def reset_without_a_failure() -> None:
     model(torch.ones(2, 8)).sum().backward()
 
 
-@pytest.mark.behaviour("H-01")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_reset_without_a_failure_forgets_nothing(transport: Environment) -> None:
-    run_ranks(reset_without_a_failure, 2, environment=transport)
-
-
 # -- an optimizer step on some ranks only
 
 
-def fail_at_the_very_end(agree: bool) -> None:
+@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.parametrize("agree", [False, True], ids=["steps at once", "meets first"])
+@on_ranks(2, transports=TRANSPORTS)
+def test_a_step_on_some_ranks_only_is_an_error(agree: bool) -> None:
     """Raise on the last rank after its gradients are reduced.
 
     Other ranks detect this before their step only if they communicate before it.
@@ -462,13 +455,6 @@ def fail_at_the_very_end(agree: bool) -> None:
     assert_same(model, undisturbed, plan)
 
 
-@pytest.mark.behaviour("H-01", "H-05")
-@pytest.mark.parametrize("agree", [False, True], ids=["steps at once", "meets first"])
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_step_on_some_ranks_only_is_an_error(agree: bool, transport: Environment) -> None:
-    run_ranks(fail_at_the_very_end, 2, agree, environment=transport)
-
-
 class Refused(torch.optim.SGD):
     """SGD whose step raises if it is told to."""
 
@@ -480,7 +466,11 @@ class Refused(torch.optim.SGD):
         return super().step(closure)
 
 
-def fail_in_the_step(alone: bool, passes: str) -> None:
+@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.parametrize("passes", ["forward", "unshard"])
+@pytest.mark.parametrize("alone", [True, False], ids=["on one rank", "on all ranks"])
+@on_ranks(2, transports=TRANSPORTS)
+def test_a_pass_after_a_step_that_raised_is_refused(alone: bool, passes: str) -> None:
     """Raise in the optimizer's third step, on one rank or on all, and catch it there."""
     plan = Plan("", 0, 0, 1, alone, True, False, False)
     model, undisturbed = build(plan), build(plan)
@@ -526,15 +516,9 @@ def fail_in_the_step(alone: bool, passes: str) -> None:
     assert_same(model, undisturbed, plan)
 
 
-@pytest.mark.behaviour("H-01", "H-05")
-@pytest.mark.parametrize("passes", ["forward", "unshard"])
-@pytest.mark.parametrize("alone", [True, False], ids=["on one rank", "on all ranks"])
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_pass_after_a_step_that_raised_is_refused(alone: bool, passes: str, transport: Environment) -> None:
-    run_ranks(fail_in_the_step, 2, alone, passes, environment=transport)
-
-
-def compute_inside_of_a_step() -> None:
+@pytest.mark.behaviour("H-01")
+@on_ranks(2)
+def test_closures_compute_inside_of_a_step() -> None:
     """Closures of an optimizer run forwards and backwards in its step, which has not failed."""
     model = build(Plan("", 0, 0, 1, False, True, False, False))
     optimizer = torch.optim.LBFGS(list(model.parameters()), lr=0.1, max_iter=3)
@@ -547,11 +531,6 @@ def compute_inside_of_a_step() -> None:
 
     for _ in range(2):
         optimizer.step(closure)
-
-
-@pytest.mark.behaviour("H-01")
-def test_closures_compute_inside_of_a_step() -> None:
-    run_ranks(compute_inside_of_a_step, 2)
 
 
 # -- the order of zero_grad and reset_iter_state

@@ -11,14 +11,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import fully_shard
 from tests._internals import ParameterState, state_of
 from tests.helpers.models import TASKS, seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import values_of
-from tests.helpers.transports import TRANSPORTS, Environment
+from tests.helpers.transports import TRANSPORTS
 
 CHAIN = TASKS["chain"]
 
 
-def replace_parameters_of_one_among_several() -> None:
+@pytest.mark.behaviour("C-01")
+@on_ranks(2, transports=TRANSPORTS)
+def test_replaced_parameters_of_one_group_among_several_are_gathered() -> None:
     """Replace parameters after fused steps; the tensors of other groups are unchanged."""
     model, reference = seeded(CHAIN.build)(), seeded(CHAIN.build)()
     shard_layers(model, fully_shard)
@@ -33,12 +35,8 @@ def replace_parameters_of_one_among_several() -> None:
 
 
 @pytest.mark.behaviour("C-01")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_replaced_parameters_of_one_group_among_several_are_gathered(transport: Environment) -> None:
-    run_ranks(replace_parameters_of_one_among_several, 2, environment=transport)
-
-
-def shrink_a_root_without_parameters() -> None:
+@on_ranks(4)
+def test_a_group_without_parameters_is_unsharded_from_its_smaller_mesh() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     mesh = init_device_mesh("cpu", (4,))
     fully_shard(model[0], mesh=mesh)
@@ -48,8 +46,3 @@ def shrink_a_root_without_parameters() -> None:
         assert state_of(model).group.parameter_state is ParameterState.SHRUNK
         output.sum().backward()
         assert state_of(model).group.parameter_state is ParameterState.SHARDED
-
-
-@pytest.mark.behaviour("C-01")
-def test_a_group_without_parameters_is_unsharded_from_its_smaller_mesh() -> None:
-    run_ranks(shrink_a_root_without_parameters, 4)

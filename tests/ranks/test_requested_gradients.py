@@ -12,7 +12,7 @@ from torch import nn
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import ParameterError
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import TRANSPORTS, Environment
 
 
@@ -72,7 +72,9 @@ def test_backward_sets_the_gradients_that_are_asked_for(environment: Environment
         run_ranks(request, 2, reshard_after_forward, environment=environment)
 
 
-def refuse() -> None:
+@pytest.mark.behaviour("H-02")
+@on_ranks(2)
+def test_autograd_grad_at_listed_parameters_names_them_and_the_remedy() -> None:
     model, _ = build(True)
     listed = dict(model.named_parameters())
     x = batch(0, dist.get_rank()).requires_grad_()
@@ -92,8 +94,3 @@ def refuse() -> None:
     torch.testing.assert_close(of_shards.full_tensor(), 2 * own.full_tensor())
     with pytest.raises(ParameterError, match=r"'0.weight' of 'first', which were used both unsharded.*and sharded"):
         (model(x) + (own * own).sum().full_tensor()).backward(inputs=[own])
-
-
-@pytest.mark.behaviour("H-02")
-def test_autograd_grad_at_listed_parameters_names_them_and_the_remedy() -> None:
-    run_ranks(refuse, 2)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from composable_fsdp.cli.doctor import Finding, examine_ranks
 from tests.helpers.fresh_process import run_script_on_ranks
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 
 SECONDS = 3.0
 
@@ -55,15 +55,12 @@ def one_rank_has_no_gloo() -> None:
     assert second == ("all-reduce", "failed over gloo on rank 1: refused here")
 
 
-def examine_three_times() -> None:
+@on_ranks(3)
+def test_doctor_names_hosts_and_the_ranks_that_do_not_come_or_whose_all_reduce_fails() -> None:
+    """In one job of three ranks: starting the processes takes most of the time."""
     all_ranks_come()
     one_rank_has_no_gloo()
     one_rank_stays_away()
-
-
-def test_doctor_names_hosts_and_the_ranks_that_do_not_come_or_whose_all_reduce_fails() -> None:
-    """In one job of three ranks: starting the processes takes most of the time."""
-    run_ranks(examine_three_times, 3)
 
 
 def run_command(folder: Path, *arguments: str) -> str:

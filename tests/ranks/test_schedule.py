@@ -17,14 +17,16 @@ from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ForwardRecord, Planner, events, state_of
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Routed, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import SOCKETS, TRANSPORTS
 
 PARAMETERS = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD)
 SCHEDULE = (*PARAMETERS, Operation.REDUCE)
 
 
-def trace_the_first_iterations() -> None:
+@pytest.mark.behaviour("C-01", "C-08")
+@on_ranks(2, environment=SOCKETS)
+def test_the_second_iteration_prefetches_in_recorded_order_and_backward_in_reverse() -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, fuses=False)
     forwards, backwards = [], []
@@ -92,12 +94,9 @@ def trace_the_first_iterations() -> None:
         ]
 
 
-@pytest.mark.behaviour("C-01", "C-08")
-def test_the_second_iteration_prefetches_in_recorded_order_and_backward_in_reverse() -> None:
-    run_ranks(trace_the_first_iterations, 2, environment=SOCKETS)
-
-
-def trace_a_group_whose_inputs_need_no_gradient() -> None:
+@pytest.mark.behaviour("C-05")
+@on_ranks(2, environment=SOCKETS)
+def test_a_group_whose_inputs_need_no_gradient_is_reduced_before_the_next_ones_backward() -> None:
     task, rank = TASKS["routed"], dist.get_rank()
     model = task.build()
     fully_shard(model.get_submodule("side"))
@@ -133,12 +132,9 @@ def trace_a_group_whose_inputs_need_no_gradient() -> None:
         )
 
 
-@pytest.mark.behaviour("C-05")
-def test_a_group_whose_inputs_need_no_gradient_is_reduced_before_the_next_ones_backward() -> None:
-    run_ranks(trace_a_group_whose_inputs_need_no_gradient, 2, environment=SOCKETS)
-
-
-def skip_a_prefetched_group() -> None:
+@pytest.mark.behaviour("C-08")
+@on_ranks(2)
+def test_a_prefetched_group_that_did_not_run_is_resharded_at_the_end_of_forward() -> None:
     task, rank = TASKS["routed"], dist.get_rank()
     model = task.build()
     assert isinstance(model, Routed)
@@ -155,11 +151,6 @@ def skip_a_prefetched_group() -> None:
     task.loss(model, task.batch_of(2, rank)).backward()
     assert all(p.grad is None for p in model.layers[3].parameters())
     assert all(p.grad is not None for p in model.layers[2].parameters())
-
-
-@pytest.mark.behaviour("C-08")
-def test_a_prefetched_group_that_did_not_run_is_resharded_at_the_end_of_forward() -> None:
-    run_ranks(skip_a_prefetched_group, 2)
 
 
 class Embedded(nn.Module):
@@ -181,7 +172,9 @@ class Embedded(nn.Module):
         return x
 
 
-def free_the_root_last() -> None:
+@pytest.mark.behaviour("C-03")
+@on_ranks(2, environment=SOCKETS)
+def test_a_root_is_freed_before_its_reduction_if_all_other_backwards_are_done() -> None:
     model = Embedded()
     for layer in (*model.layers, model.skipped):
         fully_shard(layer)
@@ -198,12 +191,9 @@ def free_the_root_last() -> None:
         assert [e for e in map(str, backward) if e in order] == order, skips
 
 
-@pytest.mark.behaviour("C-03")
-def test_a_root_is_freed_before_its_reduction_if_all_other_backwards_are_done() -> None:
-    run_ranks(free_the_root_last, 2, environment=SOCKETS)
-
-
-def bound_prefetch() -> None:
+@pytest.mark.behaviour("C-08")
+@on_ranks(2, environment=SOCKETS)
+def test_the_prefetch_depth_can_be_bounded() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, fuses=False)
     assert isinstance(model, FSDPModule)
@@ -224,11 +214,6 @@ def bound_prefetch() -> None:
         assert count_peak_groups() == expected, ahead
     model.set_schedule(prefetch_limit=3, max_unsharded_bytes=3 * layer_bytes)
     assert count_peak_groups() == 3, "both limits apply"
-
-
-@pytest.mark.behaviour("C-08")
-def test_the_prefetch_depth_can_be_bounded() -> None:
-    run_ranks(bound_prefetch, 2, environment=SOCKETS)
 
 
 # -- orders that were not expected

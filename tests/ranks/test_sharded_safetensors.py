@@ -25,7 +25,7 @@ from tests.helpers.checkpoint_worlds import all_ranks_raise, local
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
@@ -216,16 +216,17 @@ def write_with_index(folder: Path, values: dict[str, torch.Tensor], files: int =
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def loads_what_others_wrote(folder: Path) -> None:
+@on_ranks(4)
+def test_an_index_of_several_files_in_bf16_fills_fp32_shards(tmp_path: Path) -> None:
     build = on_mesh("tied", 2, 2, shard_placement_fn=second_dim)
     model, rank = build(), dist.get_rank()
     spread(model)
     halves = {f"model.{name}": v.bfloat16() for name, v in full_state(model).items() if name != "head.weight"}
     if rank == 0:
-        write_with_index(folder / "index", halves)
+        write_with_index(tmp_path / "index", halves)
     dist.barrier()
     other = build()
-    for path in (folder / "index", folder / "index" / "model.safetensors.index.json"):
+    for path in (tmp_path / "index", tmp_path / "index" / "model.safetensors.index.json"):
         clear(other)
         load_safetensors(other, path, key_map=lambda name: f"model.{name}", convert_dtype=True)
         for name, value in full_state(other).items():
@@ -233,45 +234,40 @@ def loads_what_others_wrote(folder: Path) -> None:
             assert_exact(value, halves[f"model.{key}"].float(), name)
 
 
-def test_an_index_of_several_files_in_bf16_fills_fp32_shards(tmp_path: Path) -> None:
-    run_ranks(loads_what_others_wrote, 4, tmp_path)
-
-
-def stages(folder: Path) -> None:
+@on_ranks(2)
+def test_stages_of_a_pipeline_are_one_checkpoint(tmp_path: Path) -> None:
     """Give each rank another pipeline stage; both have the same norm."""
     rank = dist.get_rank()
     layers = [nn.Linear(3, 5), nn.Linear(5, 2)]
     model = nn.ModuleDict({f"stage{rank}": layers[rank], "norm": nn.LayerNorm(3)})
     spread(model)
     expected = full_state(model)
-    save_safetensors(model, folder)
-    assert library.load_file(folder / "model.safetensors").keys() == {
+    save_safetensors(model, tmp_path)
+    assert library.load_file(tmp_path / "model.safetensors").keys() == {
         f"{name}.{kind}" for name in ("stage0", "stage1", "norm") for kind in ("weight", "bias")
     }
     clear(model)
-    assert load_safetensors(model, folder) == ([], [])
+    assert load_safetensors(model, tmp_path) == ([], [])
     for name, value in model.state_dict().items():
         assert_exact(value, expected[name], name)
     del model["norm"]
     with all_ranks_raise(
         r"fit ModuleDict. Nothing was loaded.\n  unexpected \(2\):\n    norm\.bias: float32 \(3,\)\n.*\Z"
     ):
-        load_safetensors(model, folder)
-
-
-def test_stages_of_a_pipeline_are_one_checkpoint(tmp_path: Path) -> None:
-    run_ranks(stages, 2, tmp_path)
+        load_safetensors(model, tmp_path)
 
 
 # -- errors on one rank, or between ranks
 
 
-def refuses_alike_on_load(folder: Path) -> None:
+@pytest.mark.behaviour("F-12")
+@on_ranks(2)
+def test_a_load_that_fails_on_one_rank_loads_on_none(tmp_path: Path) -> None:
     rank = dist.get_rank()
     model = on_mesh("tied", 2)()
     spread(model)
     before = full_state(model)
-    good, bad = folder / "good", folder / f"bad{rank}"
+    good, bad = tmp_path / "good", tmp_path / f"bad{rank}"
     save_safetensors(on_mesh("tied", 2)(), good)
     content = (good / "model.safetensors").read_bytes()
     bad.mkdir()
@@ -318,13 +314,10 @@ def fails(*_: object) -> None:
 
 
 @pytest.mark.behaviour("F-12")
-def test_a_load_that_fails_on_one_rank_loads_on_none(tmp_path: Path) -> None:
-    run_ranks(refuses_alike_on_load, 2, tmp_path)
-
-
-def refuses_alike_on_save(folder: Path) -> None:
+@on_ranks(2)
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_files(tmp_path: Path) -> None:
     rank = dist.get_rank()
-    model, path = on_mesh("mlp", 2)(), folder / "model"
+    model, path = on_mesh("mlp", 2)(), tmp_path / "model"
     save_safetensors(model, path, max_file_bytes=MAX_FILE_BYTES)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     clear(model)
@@ -348,7 +341,7 @@ def refuses_alike_on_save(folder: Path) -> None:
     with all_ranks_raise(
         r"^save_safetensors: rank 1: .*elsewhere is not the same directory here as .* made \.incomplete-\w+ there"
     ):
-        save_safetensors(model, folder / "elsewhere" if rank else path)
+        save_safetensors(model, tmp_path / "elsewhere" if rank else path)
 
     one = nn.ModuleDict({"own": nn.Linear(2 + rank, 1, bias=False), "sharded": model if rank else nn.Module()})
     text = (
@@ -358,14 +351,9 @@ def refuses_alike_on_save(folder: Path) -> None:
     with all_ranks_raise(text.format("save_safetensors", "", "")):
         save_safetensors(one, path)
     with all_ranks_raise(text.format("saving to .*", "model.", "model.")):
-        save(folder / "run", one)
+        save(tmp_path / "run", one)
     if rank == 0:
         with pytest.raises(CheckpointError, match=r"^save_safetensors: rank 1 did not make this call within 0\.2 s"):
             save_safetensors(model, path, timeout=0.2)
     dist.barrier()
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
-
-
-@pytest.mark.behaviour("F-12")
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_files(tmp_path: Path) -> None:
-    run_ranks(refuses_alike_on_save, 2, tmp_path)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import ParameterError
 from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
 
 # -- A-02: properties of sharded parameters
@@ -47,7 +47,9 @@ class Odd(nn.Module):
 ODD = Task(seeded(Odd), vectors(5, 3), squared_error)
 
 
-def _odd() -> None:
+@pytest.mark.behaviour("A-02", "A-10", "A-17")
+@on_ranks(2, 4)
+def test_unusual_parameters_are_sharded_and_train_with_parity() -> None:
     model, reference = ODD.build(), ODD.build()
     assert isinstance(model, Odd)
     values = values_of(model)
@@ -61,12 +63,6 @@ def _odd() -> None:
     assert model.seen == [True] * len(model.seen) != []
 
 
-@pytest.mark.behaviour("A-02", "A-10", "A-17")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_unusual_parameters_are_sharded_and_train_with_parity(ranks: int) -> None:
-    run_ranks(_odd, ranks)
-
-
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +72,9 @@ class Complex(nn.Module):
         return (x.to(torch.complex64) @ self.weight.t()).abs()
 
 
-def _complex() -> None:
+@pytest.mark.behaviour("A-17")
+@on_ranks(2, 4)
+def test_complex_parameters_train_with_parity() -> None:
     task = Task(seeded(Complex), vectors(5, 7), squared_error)
     model, reference = task.build(), task.build()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -84,12 +82,6 @@ def _complex() -> None:
     fully_shard(model, mesh=mesh)
     assert_sharded(model, values, mesh)
     train_and_compare(model, reference, task)
-
-
-@pytest.mark.behaviour("A-17")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_complex_parameters_train_with_parity(ranks: int) -> None:
-    run_ranks(_complex, ranks)
 
 
 # -- A-04: sizes that do not divide
@@ -113,7 +105,10 @@ class Rows(nn.Module):
 ROWS = Task(seeded(Rows), vectors(5, 7), squared_error)
 
 
-def _rows(reshard: bool, nested: bool) -> None:
+@pytest.mark.behaviour("A-04")
+@pytest.mark.parametrize(("reshard", "nested"), [(True, False), (False, True)])
+@on_ranks(2, 3, 4)
+def test_few_rows_and_no_rows_train_with_parity(reshard: bool, nested: bool) -> None:
     model, reference = ROWS.build(), ROWS.build()
     values = values_of(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -127,13 +122,6 @@ def _rows(reshard: bool, nested: bool) -> None:
     gradient = model.get_parameter("none").grad
     assert isinstance(gradient, DTensor)
     assert gradient.shape == (0, 5)
-
-
-@pytest.mark.behaviour("A-04")
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize(("reshard", "nested"), [(True, False), (False, True)])
-def test_few_rows_and_no_rows_train_with_parity(ranks: int, reshard: bool, nested: bool) -> None:
-    run_ranks(_rows, ranks, reshard, nested)
 
 
 class NoRows(nn.Module):
@@ -158,17 +146,13 @@ class OnlyEmpty(nn.Module):
         return x + (x @ self.weight.t()).sum(dim=-1, keepdim=True)
 
 
-def _no_rows() -> None:
+@pytest.mark.behaviour("A-04")
+@on_ranks(2, 4)
+def test_a_group_with_only_empty_parameters_trains_with_parity() -> None:
     task = Task(seeded(NoRows), vectors(5, 7), squared_error)
     model, reference = task.build(), task.build()
     shard_layers(model, fully_shard)
     train_and_compare(model, reference, task)
-
-
-@pytest.mark.behaviour("A-04")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_group_with_only_empty_parameters_trains_with_parity(ranks: int) -> None:
-    run_ranks(_no_rows, ranks)
 
 
 class WithScalar(nn.Module):
@@ -268,7 +252,9 @@ def test_other_dims_even_and_uneven_train_with_parity(placement: str, ranks: int
     run_ranks(_dims, ranks, placement, reshard)
 
 
-def _one_shard_placement() -> None:
+@pytest.mark.behaviour("A-05")
+@on_ranks(2)
+def test_the_placement_function_sees_every_original_parameter_once() -> None:
     """Check that the function is called once per parameter, also for shared ones, with the original parameter."""
     model = TASKS["tied"].build()
     originals = {id(p): p for p in model.parameters()}
@@ -281,8 +267,3 @@ def _one_shard_placement() -> None:
     shard_layers(model, fully_shard, shard_placement_fn=choose)
     assert len(asked) == len(originals)
     assert {id(p) for p in asked} == set(originals)
-
-
-@pytest.mark.behaviour("A-05")
-def test_the_placement_function_sees_every_original_parameter_once() -> None:
-    run_ranks(_one_shard_placement, 2)

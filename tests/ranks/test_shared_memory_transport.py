@@ -37,7 +37,7 @@ from tests._internals import (
     smaller_shard_axis,
 )
 from tests._internals import segment as memory
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import in_place, over_gloo
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shared memory is for Linux")
@@ -136,7 +136,8 @@ def test_a_launch_does_not_wait_even_where_sockets_are_full() -> None:
     run_ranks(launch_many, 2, 1000)
 
 
-def wait_in_opposite_orders() -> None:
+@on_ranks(2, 4)
+def test_ranks_may_wait_for_two_axes_in_opposite_orders() -> None:
     communicators = [shared(), shared(new_group())]
     rank, size = dist.get_rank(), dist.get_world_size()
     for _ in range(3):
@@ -149,11 +150,6 @@ def wait_in_opposite_orders() -> None:
             work.wait()
         for k, output in enumerate(outputs):
             assert torch.equal(output, torch.cat([make_shard(peer + k, LARGE) for peer in range(size)]))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_may_wait_for_two_axes_in_opposite_orders(world_size: int) -> None:
-    run_ranks(wait_in_opposite_orders, world_size)
 
 
 def bound_staging_memory() -> None:
@@ -195,7 +191,8 @@ def test_staging_memory_does_not_grow() -> None:
 # -- shared memory
 
 
-def write_to_shared_memory() -> None:
+@on_ranks(2, 4)
+def test_all_ranks_map_the_same_shared_memory() -> None:
     communicator = shared()
     rank, size = communicator.rank, communicator.size
     common = communicator.share(size * LARGE).view(size, LARGE)
@@ -209,12 +206,8 @@ def write_to_shared_memory() -> None:
     assert communicator.share(0).numel() == 0
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_all_ranks_map_the_same_shared_memory(world_size: int) -> None:
-    run_ranks(write_to_shared_memory, world_size)
-
-
-def fail_to_share() -> None:
+@on_ranks(2)
+def test_a_failed_memory_allocation_is_reported_on_all_ranks() -> None:
     communicator = shared(new_group())
     if communicator.rank == 0:
         with pytest.raises(OSError, match=r"cannot be mapped|Invalid argument|File too large"):
@@ -224,21 +217,19 @@ def fail_to_share() -> None:
             communicator.share(1 << 62)
 
 
-def test_a_failed_memory_allocation_is_reported_on_all_ranks() -> None:
-    run_ranks(fail_to_share, 2)
-
-
 # -- the choice of the transport
 
 
-def choose_with_one_rank_disabled() -> None:
+@on_ranks(2)
+def test_one_rank_disables_shared_memory_for_all() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setenv(SWITCH, "0")
         assert find(communicator_over(new_group(), "cpu"), GlooCommunicator) is not None
 
 
-def choose_on_two_hosts() -> None:
+@on_ranks(4)
+def test_ranks_on_several_hosts_use_gloo_between_them() -> None:
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connect, "host_identity", lambda: f"host {rank // 2}")
@@ -248,7 +239,8 @@ def choose_on_two_hosts() -> None:
         assert find(axes.replicate, GlooCommunicator) is not None
 
 
-def choose_with_failing_memory() -> None:
+@on_ranks(2)
+def test_all_ranks_use_gloo_if_shared_memory_fails() -> None:
     def fail(nbytes: int) -> None:
         raise OSError("shared memory is not available")
 
@@ -265,7 +257,8 @@ def choose_with_failing_memory() -> None:
     communicator.launch(Collective.ALL_REDUCE, in_place([torch.ones(1)])).wait()
 
 
-def choose_in_a_mesh() -> None:
+@on_ranks(4)
+def test_hybrid_and_smaller_meshes_and_doubles_use_shared_memory() -> None:
     axes = data_parallel_axes(dist.init_device_mesh("cpu", (4,)))
     smaller = smaller_shard_axis(axes, 2)
     assert find(axes.shard, SharedMemoryCommunicator) is not None
@@ -282,29 +275,10 @@ def choose_in_a_mesh() -> None:
     assert shared(new_group()).size == 4
 
 
-def choose_with_a_backend_per_device() -> None:
+@on_ranks(2)
+def test_groups_with_a_backend_of_each_device_use_it() -> None:
     """Check ``init_process_group("cpu:gloo,cuda:nccl")`` without CUDA: torch's backend name lists all devices."""
     assert find(communicator_over(dist.new_group(backend="cpu:gloo"), "cpu"), SharedMemoryCommunicator) is not None
-
-
-def test_groups_with_a_backend_of_each_device_use_it() -> None:
-    run_ranks(choose_with_a_backend_per_device, 2)
-
-
-def test_one_rank_disables_shared_memory_for_all() -> None:
-    run_ranks(choose_with_one_rank_disabled, 2)
-
-
-def test_ranks_on_several_hosts_use_gloo_between_them() -> None:
-    run_ranks(choose_on_two_hosts, 4)
-
-
-def test_all_ranks_use_gloo_if_shared_memory_fails() -> None:
-    run_ranks(choose_with_failing_memory, 2)
-
-
-def test_hybrid_and_smaller_meshes_and_doubles_use_shared_memory() -> None:
-    run_ranks(choose_in_a_mesh, 4)
 
 
 # -- failures
@@ -333,7 +307,10 @@ def test_a_killed_rank_is_named_by_all_others_at_once(numel: int) -> None:
         assert ", so reduce-scatter (operation 2," in text or "cannot go on together" in text
 
 
-def wait_for_a_missing_rank(switch: str) -> None:
+@pytest.mark.behaviour("H-03")
+@pytest.mark.parametrize("switch", ["1", "0"])
+@on_ranks(2)
+def test_a_missing_rank_is_an_error_after_the_timeout(switch: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, switch)
         communicator = communicator_over(new_group(seconds=1), "cpu")
@@ -358,13 +335,8 @@ def wait_for_a_missing_rank(switch: str) -> None:
             communicator.launch(Collective.ALL_REDUCE, in_place([torch.ones(1)])).wait()
 
 
-@pytest.mark.behaviour("H-03")
-@pytest.mark.parametrize("switch", ["1", "0"])
-def test_a_missing_rank_is_an_error_after_the_timeout(switch: str) -> None:
-    run_ranks(wait_for_a_missing_rank, 2, switch)
-
-
-def diverge() -> None:
+@on_ranks(2)
+def test_different_operations_on_ranks_are_an_error() -> None:
     eight, four, two = torch.ones(8), torch.ones(4), torch.ones(2)
     calls: dict[str, Callable[[SharedMemoryCommunicator], Work]] = {
         "all-gather (8 bytes)": lambda c: c.launch(Collective.ALL_GATHER, [Transfer(four, two)]),
@@ -389,11 +361,8 @@ def diverge() -> None:
         assert ("divided into other tensors" in text) == (name == "all-gather (16 bytes)")
 
 
-def test_different_operations_on_ranks_are_an_error() -> None:
-    run_ranks(diverge, 2)
-
-
-def interrupt_a_wait() -> None:
+@on_ranks(2)
+def test_an_interrupted_wait_can_be_resumed() -> None:
     communicator = shared(new_group())
     output = torch.empty(communicator.size * LARGE)
     if communicator.rank == 0:
@@ -411,10 +380,6 @@ def interrupt_a_wait() -> None:
     assert torch.equal(output, torch.cat([make_shard(peer, LARGE) for peer in range(communicator.size)]))
 
 
-def test_an_interrupted_wait_can_be_resumed() -> None:
-    run_ranks(interrupt_a_wait, 2)
-
-
 def count_open_files() -> tuple[int, int, int]:
     """Return the number of open files, Unix sockets and mappings, including those of the default process group."""
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
@@ -426,7 +391,8 @@ def count_open_files() -> tuple[int, int, int]:
     )
 
 
-def leave_nothing_open() -> None:
+@on_ranks(2)
+def test_a_destroyed_process_group_leaves_no_open_files() -> None:
     dist.barrier()
     before = count_open_files()
     for _ in range(3):
@@ -447,11 +413,9 @@ def leave_nothing_open() -> None:
         assert count_open_files() == before
 
 
-def test_a_destroyed_process_group_leaves_no_open_files() -> None:
-    run_ranks(leave_nothing_open, 2)
-
-
-def fork_a_worker() -> None:
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@on_ranks(2)
+def test_a_forked_process_leaves_the_sockets_to_its_parent() -> None:
     communicator = shared(new_group())
     child = os.fork()
     if child == 0:
@@ -462,11 +426,6 @@ def fork_a_worker() -> None:
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     communicator.launch(Collective.BARRIER, (), "of parents").wait()
-
-
-@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_a_forked_process_leaves_the_sockets_to_its_parent() -> None:
-    run_ranks(fork_a_worker, 2)
 
 
 def choose_an_unknown_mode() -> None:

@@ -18,7 +18,7 @@ from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Transformer, seeded
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 from tests.helpers.transports import SOCKETS
 
@@ -256,7 +256,9 @@ class SharedTwice(nn.Module):
         return torch.tanh(self.owner(x)) + torch.tanh(self.user(x))
 
 
-def evaluate_and_freeze_shared_parameters() -> None:
+@pytest.mark.behaviour("A-10", "C-05", "C-10")
+@on_ranks(2)
+def test_shared_parameters_can_be_frozen_and_their_user_can_run_alone() -> None:
     def shard(model: nn.Module) -> None:
         assert isinstance(model, SharedTwice)
         fully_shard(model.owner)
@@ -276,8 +278,3 @@ def evaluate_and_freeze_shared_parameters() -> None:
     with Recorder() as recorder:
         check_parity(seeded(SharedTwice), play, shard=shard, steps=6)
     assert recorder.allocated == {}
-
-
-@pytest.mark.behaviour("A-10", "C-05", "C-10")
-def test_shared_parameters_can_be_frozen_and_their_user_can_run_alone() -> None:
-    run_ranks(evaluate_and_freeze_shared_parameters, 2)

@@ -17,7 +17,7 @@ from composable_fsdp.errors import ParameterError
 from tests._internals import SharedBucket
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import buckets_of, local
 from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 
@@ -26,7 +26,8 @@ def find_sharing(model: nn.Module) -> set[bool]:
     return {isinstance(b, SharedBucket) and b.plan.dtype == b.plan.compute_dtype for b in buckets_of(model)}
 
 
-def gather_nothing() -> None:
+@on_ranks(2)
+def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
     task = TASKS["wide"]
     model = shard_layers(task.build(), fully_shard)
     assert find_sharing(model) == {True}
@@ -38,11 +39,8 @@ def gather_nothing() -> None:
     assert sum(bucket.unsharded_bytes for bucket in buckets_of(model)) == 0
 
 
-def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
-    run_ranks(gather_nothing, 2)
-
-
-def check_storages() -> None:
+@on_ranks(2)
+def test_each_shard_is_a_storage_of_its_own() -> None:
     model = shard_layers(TASKS["mlp"].build(), fully_shard)
     for name, parameter in model.named_parameters():
         shard = local(parameter.detach())
@@ -57,10 +55,6 @@ def check_storages() -> None:
     with torch.no_grad():
         local(bucket.parameters[0].sharded).add_(1)
     assert [tensor._version for tensor in bucket.versioned] > versions
-
-
-def test_each_shard_is_a_storage_of_its_own() -> None:
-    run_ranks(check_storages, 2)
 
 
 def losses_and_shards() -> tuple[list[float], list[torch.Tensor]]:
@@ -88,7 +82,8 @@ def test_all_transports_give_the_same_bits_repeatedly(world_size: int) -> None:
                 torch.testing.assert_close(shard, expected, rtol=0, atol=0)
 
 
-def write_while_unsharded() -> None:
+@on_ranks(2)
+def test_writing_to_unsharded_parameters_is_an_error() -> None:
     task = TASKS["chain"]
     model = shard_layers(task.build(), fully_shard)
     layer = model.get_submodule("layers.1")
@@ -112,10 +107,6 @@ def write_while_unsharded() -> None:
     task.loss(model, batch).backward()
 
 
-def test_writing_to_unsharded_parameters_is_an_error() -> None:
-    run_ranks(write_while_unsharded, 2)
-
-
 class Touching(nn.Module):
     """An embedding with ``max_norm`` and a layer whose weight is written back to itself in each forward."""
 
@@ -136,7 +127,9 @@ class Touching(nn.Module):
         return out.square().sum()
 
 
-def touch_without_change(dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["shards", "cast"])
+@on_ranks(2)
+def test_a_write_that_changes_no_value_is_no_error(dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
     model = fully_shard(Touching(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype), reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -154,12 +147,8 @@ def touch_without_change(dtype: torch.dtype | None) -> None:
         model(torch.tensor([0, 3, 5]))
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["shards", "cast"])
-def test_a_write_that_changes_no_value_is_no_error(dtype: torch.dtype | None) -> None:
-    run_ranks(touch_without_change, 2, dtype)
-
-
-def touch_late() -> None:
+@on_ranks(2)
+def test_a_first_write_after_the_first_forward_says_that_values_may_be_unchanged() -> None:
     torch.manual_seed(0)
     model = fully_shard(Touching(), reshard_after_forward=True)
     model.touches = False
@@ -175,10 +164,6 @@ def touch_late() -> None:
     model.writes_to = slice(0, 4)
     with pytest.raises(ParameterError, match=r"parameters \['linear.weight'\] were changed in place (?!.*recorded)"):
         model(tokens)
-
-
-def test_a_first_write_after_the_first_forward_says_that_values_may_be_unchanged() -> None:
-    run_ranks(touch_late, 2)
 
 
 def write_without_shared_memory() -> None:
@@ -203,7 +188,8 @@ def test_writes_to_unsharded_parameters_are_dropped_without_shared_memory(transp
     run_ranks(write_without_shared_memory, 2, environment=transport)
 
 
-def delay_one_rank() -> None:
+@on_ranks(2)
+def test_no_rank_steps_while_another_still_reads() -> None:
     """Delay one rank, which still computes with the shards while the others have finished and would step."""
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard)
@@ -244,10 +230,6 @@ def delay_one_rank() -> None:
             optimizer.zero_grad()
 
 
-def test_no_rank_steps_while_another_still_reads() -> None:
-    run_ranks(delay_one_rank, 2)
-
-
 def layers_in_one_group() -> tuple[nn.Sequential, nn.Module]:
     """Return two layers in one group, which stay unsharded after forward, and the second layer."""
     torch.manual_seed(0)
@@ -255,7 +237,9 @@ def layers_in_one_group() -> tuple[nn.Sequential, nn.Module]:
     return fully_shard(model, reshard_after_forward=False), model[1]
 
 
-def evaluate_late_before_a_step(is_unsharded_by_hand: bool) -> None:
+@pytest.mark.parametrize("is_unsharded_by_hand", [True, False], ids=["by hand", "by a forward"])
+@on_ranks(2)
+def test_no_rank_steps_while_another_evaluates_kept_parameters(is_unsharded_by_hand: bool) -> None:
     """Run a forward without an all-gather before a step, with rank 1 late in it."""
     model, second = layers_in_one_group()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -278,12 +262,8 @@ def evaluate_late_before_a_step(is_unsharded_by_hand: bool) -> None:
         torch.testing.assert_close(evaluated, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("is_unsharded_by_hand", [True, False], ids=["by hand", "by a forward"])
-def test_no_rank_steps_while_another_evaluates_kept_parameters(is_unsharded_by_hand: bool) -> None:
-    run_ranks(evaluate_late_before_a_step, 2, is_unsharded_by_hand)
-
-
-def step_two_models_with_one_optimizer() -> None:
+@on_ranks(2, timeout=30)
+def test_an_optimizer_of_two_models_waits_for_the_readers_of_both() -> None:
     """Both models are kept unsharded by forwards without a backward, over process groups of their own."""
     models = [layers_in_one_group()[0]]
     torch.manual_seed(0)
@@ -300,11 +280,8 @@ def step_two_models_with_one_optimizer() -> None:
         optimizer.zero_grad()
 
 
-def test_an_optimizer_of_two_models_waits_for_the_readers_of_both() -> None:
-    run_ranks(step_two_models_with_one_optimizer, 2, timeout=30)
-
-
-def evaluate_on_one_rank_between_forwards() -> None:
+@on_ranks(2)
+def test_one_rank_may_evaluate_kept_parameters_between_forwards() -> None:
     model, _ = layers_in_one_group()
     inputs = torch.ones(4, 32)
     loss = model(inputs).sum()
@@ -319,11 +296,8 @@ def evaluate_on_one_rank_between_forwards() -> None:
     assert local(gradient).eq(4 * len(inputs)).all()
 
 
-def test_one_rank_may_evaluate_kept_parameters_between_forwards() -> None:
-    run_ranks(evaluate_on_one_rank_between_forwards, 2)
-
-
-def convert() -> None:
+@on_ranks(2)
+def test_conversions_loads_and_copies_are_followed() -> None:
     task, rank = TASKS["transformer"], dist.get_rank()
     batch = task.batch_of(0, rank)
     model = shard_layers(task.build(), fully_shard)
@@ -355,11 +329,8 @@ def convert() -> None:
     torch.testing.assert_close(loss_of(clone), expected)
 
 
-def test_conversions_loads_and_copies_are_followed() -> None:
-    run_ranks(convert, 2)
-
-
-def check_unsuitable_parameters() -> None:
+@on_ranks(4)
+def test_only_suitable_parameters_are_shared() -> None:
     task = TASKS["mlp"]
     cast = shard_layers(task.build(), fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     assert find_sharing(cast) == {False}, "parameters that are cast cannot alias the shards"
@@ -372,11 +343,9 @@ def check_unsuitable_parameters() -> None:
     task.loss(hybrid, task.batch_of(0, dist.get_rank())).backward()
 
 
-def test_only_suitable_parameters_are_shared() -> None:
-    run_ranks(check_unsuitable_parameters, 4)
-
-
-def materialise() -> None:
+@pytest.mark.behaviour("A-12")
+@on_ranks(2)
+def test_meta_parameters_are_materialised_in_shared_memory() -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
     expected = task.build()
     with torch.device("meta"):
@@ -389,8 +358,3 @@ def materialise() -> None:
         local(parameter.detach()).copy_(piece)
     torch.testing.assert_close(task.loss(model, task.batch_of(0, rank)), task.loss(expected, task.batch_of(0, rank)))
     assert find_sharing(model) == {True}
-
-
-@pytest.mark.behaviour("A-12")
-def test_meta_parameters_are_materialised_in_shared_memory() -> None:
-    run_ranks(materialise, 2)

@@ -20,7 +20,7 @@ from composable_fsdp.plugins import GATHER_KINDS
 from tests._internals import SharedBucket, state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, Task, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import buckets_of, local, sharded
 from tests.helpers.transports import COPIES, SOCKETS, Environment
 
@@ -44,7 +44,8 @@ def own_loss(model: nn.Module, task: Task, step: int) -> torch.Tensor:
     return task.loss(model, task.batch_of(step, dist.get_rank()))
 
 
-def gather_nothing() -> None:
+@on_ranks(2)
+def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
     task = TASKS["wide"]
     model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
     assert storages(model) == SHARED
@@ -59,10 +60,6 @@ def gather_nothing() -> None:
         bucket.parameter_data(0).view(-1)[:8].fill_(3)
     dist.barrier()
     assert bucket.parameter_data(0).view(-1)[:8].tolist() == [3] * 8, "all ranks must see one buffer"
-
-
-def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
-    run_ranks(gather_nothing, 2)
 
 
 # -- bitwise equal to sockets in every order of passes
@@ -169,7 +166,8 @@ def test_training_over_shared_memory_is_bitwise_that_over_sockets(
 # -- no rank writes while another still reads
 
 
-def delay_one_rank() -> None:
+@on_ranks(2)
+def test_no_rank_casts_while_another_still_reads() -> None:
     """Delay one rank, which still reads its cast parameters while the others gather changed shards.
 
     Backward continues from the trained layer to the inputs.
@@ -206,11 +204,8 @@ def delay_one_rank() -> None:
                 wanted.mul_(-1.5)
 
 
-def test_no_rank_casts_while_another_still_reads() -> None:
-    run_ranks(delay_one_rank, 2)
-
-
-def read_after_explicit_unshard() -> None:
+@on_ranks(2)
+def test_no_rank_casts_into_a_buffer_unsharded_by_hand() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
     layer = model.get_submodule("layers.1")
@@ -228,11 +223,8 @@ def read_after_explicit_unshard() -> None:
         expected = expected * 2
 
 
-def test_no_rank_casts_into_a_buffer_unsharded_by_hand() -> None:
-    run_ranks(read_after_explicit_unshard, 2)
-
-
-def write_while_unsharded() -> None:
+@on_ranks(2)
+def test_writing_to_unsharded_parameters_is_an_error() -> None:
     task = TASKS["chain"]
     model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
     before = own_loss(model, task, 0)
@@ -253,14 +245,12 @@ def write_while_unsharded() -> None:
     after.backward()
 
 
-def test_writing_to_unsharded_parameters_is_an_error() -> None:
-    run_ranks(write_while_unsharded, 2)
-
-
 # -- the lifetime of the buffer
 
 
-def convert() -> None:
+@pytest.mark.behaviour("A-12")
+@on_ranks(2)
+def test_conversions_loads_and_copies_are_followed() -> None:
     task, rank = TASKS["transformer"], dist.get_rank()
     batch = task.batch_of(0, rank)
     with torch.device("meta"):
@@ -288,12 +278,8 @@ def convert() -> None:
     assert storages(model) == OWNED, "other ranks may still read the shared memory of the old dtype"
 
 
-@pytest.mark.behaviour("A-12")
-def test_conversions_loads_and_copies_are_followed() -> None:
-    run_ranks(convert, 2)
-
-
-def check_unsuitable_parameters() -> None:
+@on_ranks(4)
+def test_only_cast_parameters_have_a_shared_unsharded_buffer() -> None:
     task = TASKS["mlp"]
     columns, coded, plain = task.build(), task.build(), task.build()
     fully_shard(columns, shard_placement_fn=lambda p: Shard(p.ndim - 1), mp_policy=BF16)
@@ -312,11 +298,8 @@ def check_unsuitable_parameters() -> None:
         own_loss(model, task, 0).backward()
 
 
-def test_only_cast_parameters_have_a_shared_unsharded_buffer() -> None:
-    run_ranks(check_unsuitable_parameters, 4)
-
-
-def train_without_kinds() -> None:
+@on_ranks(2)
+def test_the_core_trains_without_any_gather_kind() -> None:
     known, found = list(GATHER_KINDS), []
     try:
         for kinds in (known, []):
@@ -327,10 +310,6 @@ def train_without_kinds() -> None:
         GATHER_KINDS[:] = known
     for with_kinds, without in zip(found[0].values(), found[1].values(), strict=True):
         assert all(map(torch.equal, with_kinds, without))
-
-
-def test_the_core_trains_without_any_gather_kind() -> None:
-    run_ranks(train_without_kinds, 2)
 
 
 def disable_sharing() -> None:

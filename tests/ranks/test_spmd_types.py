@@ -23,7 +23,7 @@ from torch.testing import assert_close
 
 from composable_fsdp import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, no_sync, unsharded_params
 from composable_fsdp.errors import ParameterError
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import full_value
 
 FEATURES = 6
@@ -168,7 +168,9 @@ def train_experts() -> None:
         assert_close(full_value(getattr(model, name).grad), reference.grad)
 
 
-def check() -> None:
+@pytest.mark.behaviour("J-02")
+@on_ranks(4)
+def test_parameters_with_types_of_spmd_types_train_as_the_model_without_parallelism() -> None:
     warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)  # in spmd_types
     train(spmd.I, (1, 2, 2))
     train(spmd.R, (2, 1, 2))
@@ -214,8 +216,3 @@ def check_errors() -> None:
     other = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     with pytest.raises(ParameterError, match=r"S\(0\)\}, but .* is no axis of the mesh"):
         attempt({other.get_group("ep"): spmd.S(0)})
-
-
-@pytest.mark.behaviour("J-02")
-def test_parameters_with_types_of_spmd_types_train_as_the_model_without_parallelism() -> None:
-    run_ranks(check, 4)

@@ -18,7 +18,7 @@ from composable_fsdp import DivergenceError, FSDPModule, fully_shard, initialize
 from composable_fsdp.errors import ParameterError
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.model_parallel import Pairs, parallelize_pairs
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import COPIES
 
 
@@ -114,7 +114,9 @@ def test_different_starting_values_are_an_error_unless_overwritten() -> None:
     assert "and so 2 other parameters" in rest
 
 
-def start_tensor_parallel() -> None:
+@pytest.mark.behaviour("J-01", "A-06")
+@on_ranks(4)
+def test_initial_values_are_compared_on_data_parallel_axes_only() -> None:
     """Check that shards may differ across tensor-parallel ranks but not across data-parallel ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for replica_starts_apart in (False, True):
@@ -127,11 +129,6 @@ def start_tensor_parallel() -> None:
                 model(torch.ones(2, 5))
         else:
             model(torch.ones(2, 5))
-
-
-@pytest.mark.behaviour("J-01", "A-06")
-def test_initial_values_are_compared_on_data_parallel_axes_only() -> None:
-    run_ranks(start_tensor_parallel, 4)
 
 
 # -- equal random shards
@@ -215,14 +212,11 @@ def test_equal_random_shards_are_an_error_and_other_equal_ones_are_not() -> None
     ]
 
 
-def compare_equal_replicas() -> None:
+@pytest.mark.behaviour("J-01")
+@on_ranks(4)
+def test_replicas_may_hold_the_same_values() -> None:
     model = build_on_meta(mesh=init_device_mesh("cpu", (2, 2)))
     initialize(model, seed=0)
     forward(model)
     model = shard(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), mesh=init_device_mesh("cpu", (4, 1)))
     forward(model)
-
-
-@pytest.mark.behaviour("J-01")
-def test_replicas_may_hold_the_same_values() -> None:
-    run_ranks(compare_equal_replicas, 4)

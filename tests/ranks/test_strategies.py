@@ -19,7 +19,7 @@ from composable_fsdp.errors import ConfigurationError, MeshError
 from composable_fsdp.wrap import by_class
 from tests._internals import ParameterState, state_of
 from tests.helpers.models import TASKS, Block
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, sharded, values_of
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 
@@ -51,7 +51,10 @@ def train_on_this_rank(model: nn.Module, task: str) -> Run:
     return run
 
 
-def train_all_strategies(task: str) -> None:
+@pytest.mark.behaviour("B-02")
+@pytest.mark.parametrize("task", ["transformer", "tied"])
+@on_ranks(4)
+def test_every_strategy_trains_and_clips_like_ddp(task: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     expected = train_on_this_rank(DistributedDataParallel(TASKS[task].build()), task)
     for strategy, (replicas, shards, stays) in MEANING.items():
@@ -67,12 +70,8 @@ def train_all_strategies(task: str) -> None:
 
 
 @pytest.mark.behaviour("B-02")
-@pytest.mark.parametrize("task", ["transformer", "tied"])
-def test_every_strategy_trains_and_clips_like_ddp(task: str) -> None:
-    run_ranks(train_all_strategies, 4, task)
-
-
-def refuse() -> None:
+@on_ranks(2)
+def test_an_unsuitable_mesh_is_refused_before_changes() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     model = TASKS["chain"].build()
     with pytest.raises(MeshError, match="strategy=HYBRID_SHARD shards within a host and replicates over hosts, but"):
@@ -83,11 +82,6 @@ def refuse() -> None:
     with pytest.raises(ConfigurationError, match=r"FULL_SHARD frees .* but reshard_after_forward=False keeps them."):
         fully_shard(model, strategy="FULL_SHARD", reshard_after_forward=False)
     assert not any(hasattr(p, "placements") for p in model.parameters()), "a refused call must change nothing"
-
-
-@pytest.mark.behaviour("B-02")
-def test_an_unsuitable_mesh_is_refused_before_changes() -> None:
-    run_ranks(refuse, 2)
 
 
 # -- several strategies in one model

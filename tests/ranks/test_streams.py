@@ -21,7 +21,7 @@ from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ParameterState, backward, state_of
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import check_parity
 from tests.helpers.transports import COPIES, SOCKETS, Environment
 
@@ -66,7 +66,8 @@ def test_streams_train_like_the_unsharded_model(ahead: int, transport: Environme
     run_ranks(train, 2, ahead, environment=transport)
 
 
-def reduce_whole_groups_on_streams() -> None:
+@on_ranks(2, environment=SOCKETS)
+def test_fused_groups_on_streams_are_reduced_one_after_the_other() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     with streams():
         model = shard_layers(task.build(), fully_shard, fuses=False)
@@ -84,11 +85,8 @@ def reduce_whole_groups_on_streams() -> None:
         )
 
 
-def test_fused_groups_on_streams_are_reduced_one_after_the_other() -> None:
-    run_ranks(reduce_whole_groups_on_streams, 2, environment=SOCKETS)
-
-
-def reduce_a_small_group_after_a_large_one() -> None:
+@on_ranks(2, environment=SOCKETS)
+def test_small_groups_on_streams_do_not_wait_for_large_ones() -> None:
     """Reduce a small group, with less than an eighth of the large group's bytes, after the large group."""
     rank = dist.get_rank()
     with streams():
@@ -104,10 +102,6 @@ def reduce_a_small_group_after_a_large_one() -> None:
     assert events[:3] == ["reduce 2", "reduce 1", "reduced 2"], events
 
 
-def test_small_groups_on_streams_do_not_wait_for_large_ones() -> None:
-    run_ranks(reduce_a_small_group_after_a_large_one, 2, environment=SOCKETS)
-
-
 def use_different_weights_on_streams() -> None:
     with streams():
         use_different_weights()
@@ -119,7 +113,8 @@ def test_ranks_with_different_used_weights_on_streams_reduce_together(transport:
     run_ranks(use_different_weights_on_streams, 2, environment=transport)
 
 
-def keep_for_backward() -> None:
+@on_ranks(2, environment=SOCKETS)
+def test_streams_keep_the_groups_that_backward_would_prefetch_first() -> None:
     with streams():
         model = towers()
         shard_towers(model)
@@ -144,7 +139,3 @@ def keep_for_backward() -> None:
         ):
             model.set_schedule(prefetch_limit=ahead, max_unsharded_bytes=most)
             assert kept() == expected, (ahead, most)
-
-
-def test_streams_keep_the_groups_that_backward_would_prefetch_first() -> None:
-    run_ranks(keep_for_backward, 2, environment=SOCKETS)

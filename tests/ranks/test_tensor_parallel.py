@@ -43,7 +43,7 @@ from tests.helpers.model_parallel import (
     play,
 )
 from tests.helpers.models import seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, train
 
@@ -83,7 +83,9 @@ def test_column_and_row_wise_parallel_layers_of_uneven_sizes_train_with_parity(d
     run_ranks(train_pairs, dp * tp, dp, tp)
 
 
-def train_hybrid_pairs() -> None:
+@pytest.mark.behaviour("A-06", "A-07", "C-02")
+@on_ranks(4)
+def test_a_hybrid_mesh_with_tensor_parallelism_trains_with_parity() -> None:
     for replicate, shard in [(2, 1), (1, 2)]:
         mesh = named_mesh(replicate=replicate, shard=shard, tp=2)
         model, reference = sharded_pairs(mesh, "replicate", "shard"), PAIRS.build()
@@ -96,16 +98,13 @@ def train_hybrid_pairs() -> None:
         assert_trains_like(model, reference, rank, 2, play(PAIRS), what=f"{replicate}x{shard}", steps=3)
 
 
-@pytest.mark.behaviour("A-06", "A-07", "C-02")
-def test_a_hybrid_mesh_with_tensor_parallelism_trains_with_parity() -> None:
-    run_ranks(train_hybrid_pairs, 4)
-
-
 def last_dim(parameter: nn.Parameter) -> Shard:
     return Shard(-1)
 
 
-def shard_on_the_last_dim() -> None:
+@pytest.mark.behaviour("A-05", "A-06")
+@on_ranks(4)
+def test_a_tensor_parallel_parameter_may_be_sharded_on_another_dim() -> None:
     mesh = named_mesh(dp=2, tp=2)
     model, reference = sharded_pairs(mesh, "dp", shard_placement_fn=last_dim), PAIRS.build()
     dims = {name: value.ndim - 1 for name, value in values_of(reference).items()}
@@ -117,12 +116,9 @@ def shard_on_the_last_dim() -> None:
     assert_trains_like(model, reference, mesh.get_local_rank("dp"), 2, play(PAIRS))
 
 
-@pytest.mark.behaviour("A-05", "A-06")
-def test_a_tensor_parallel_parameter_may_be_sharded_on_another_dim() -> None:
-    run_ranks(shard_on_the_last_dim, 4)
-
-
-def gather_from_a_smaller_mesh() -> None:
+@pytest.mark.behaviour("A-05", "A-06", "C-01")
+@on_ranks(4)
+def test_uneven_tensor_parallel_parameters_can_be_gathered_from_fewer_ranks_in_backward() -> None:
     """Gather from a smaller mesh in backward. The registered parameters do not change in between."""
     mesh = named_mesh(dp=4, tp=1)
     build = seeded(Pairs, hidden=(7, 3))
@@ -137,12 +133,9 @@ def gather_from_a_smaller_mesh() -> None:
         assert_trains_like(model, build(), rank, 4, play(PAIRS), what=f"{placement}", steps=3)
 
 
-@pytest.mark.behaviour("A-05", "A-06", "C-01")
-def test_uneven_tensor_parallel_parameters_can_be_gathered_from_fewer_ranks_in_backward() -> None:
-    run_ranks(gather_from_a_smaller_mesh, 4)
-
-
-def train_decoders() -> None:
+@pytest.mark.behaviour("C-02", "C-13", "C-16")
+@on_ranks(4)
+def test_partial_gradients_of_sequence_parallelism_are_summed_with_and_without_checkpointing() -> None:
     mesh, seen = named_mesh(dp=2, tp=2), set[object]()
     rank = mesh.get_local_rank("dp")
     for checkpointed in ("", "inside", "outside"):
@@ -165,11 +158,6 @@ def train_decoders() -> None:
         model.get_submodule("norm").register_forward_pre_hook(watchdog)
         assert_trains_like(model, reference, rank, 2, play(DECODER), what=f"checkpointing {checkpointed}", steps=3)
     assert Partial() in seen, "no gradient was partial, so the test checks nothing"
-
-
-@pytest.mark.behaviour("C-02", "C-13", "C-16")
-def test_partial_gradients_of_sequence_parallelism_are_summed_with_and_without_checkpointing() -> None:
-    run_ranks(train_decoders, 4)
 
 
 class Summed(nn.Module):
@@ -196,7 +184,9 @@ class Beside(Summed):
         return super().forward(x) + self.plain.sum()
 
 
-def sum_in_the_reduce_dtype() -> None:
+@pytest.mark.behaviour("C-02", "C-16", "D-01", "J-02")
+@on_ranks(4)
+def test_pending_sums_over_tensor_parallel_ranks_are_made_in_the_reduce_dtype() -> None:
     """Add 256 from one tensor-parallel rank and 1 from the other: 257 in float32, 256 in bfloat16."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     flat, hybrid = named_mesh(dp=2, tp=2), named_mesh(replicate=2, shard=1, tp=2)
@@ -242,17 +232,14 @@ def sum_in_the_reduce_dtype() -> None:
     assert_close(get_total_norm(gradient), torch.tensor(257.0 * 8))
 
 
-@pytest.mark.behaviour("C-02", "C-16", "D-01", "J-02")
-def test_pending_sums_over_tensor_parallel_ranks_are_made_in_the_reduce_dtype() -> None:
-    run_ranks(sum_in_the_reduce_dtype, 4)
-
-
 def as_torch(policy: MixedPrecisionPolicy) -> peer.MixedPrecisionPolicy:
     """Return the dtypes of ``policy`` as torch's own policy, which has no ``grad_dtype`` yet."""
     return peer.MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
 
 
-def compare_with_torch() -> None:
+@pytest.mark.behaviour("A-06", "C-02", "D-01")
+@on_ranks(4)
+def test_placements_and_training_are_bitwise_those_of_torch() -> None:
     """Compare with torch's FSDP2. It requires even sizes if a dim other than the first is sharded twice."""
     mesh = named_mesh(dp=2, tp=2)
     rank = mesh.get_local_rank("dp")
@@ -274,12 +261,9 @@ def compare_with_torch() -> None:
         assert_equal_runs(runs[0], runs[1], what=f"{ours}", exact=True)
 
 
-@pytest.mark.behaviour("A-06", "C-02", "D-01")
-def test_placements_and_training_are_bitwise_those_of_torch() -> None:
-    run_ranks(compare_with_torch, 4)
-
-
-def save_and_load() -> None:
+@pytest.mark.behaviour("A-06", "F-01", "F-03", "F-04")
+@on_ranks(4)
+def test_state_dicts_of_tensor_parallel_models_hold_and_restore_the_trained_values() -> None:
     mesh = named_mesh(dp=2, tp=2)
     model, rank = sharded_pairs(mesh, "dp"), mesh.get_local_rank("dp")
     run = assert_trains_like(model, PAIRS.build(), rank, 2, play(PAIRS), what="before saving")
@@ -323,12 +307,9 @@ def check_loaded(model: nn.Module, values: dict[str, torch.Tensor], rank: int) -
     assert_close(PAIRS.loss(model, batch), PAIRS.loss(plain, batch))
 
 
-@pytest.mark.behaviour("A-06", "F-01", "F-03", "F-04")
-def test_state_dicts_of_tensor_parallel_models_hold_and_restore_the_trained_values() -> None:
-    run_ranks(save_and_load, 4)
-
-
-def reject_meshes() -> None:
+@pytest.mark.behaviour("A-06")
+@on_ranks(4)
+def test_meshes_that_share_an_axis_are_refused() -> None:
     """Check that meshes that share an axis are errors."""
     mesh, other = named_mesh(dp=2, tp=2), named_mesh(dp=2, tp=2)
     for data, tensor in ((mesh["dp"], mesh["dp"]), (mesh["dp"], mesh), (mesh["dp"], other["dp"]), (other, mesh["tp"])):
@@ -339,8 +320,3 @@ def reject_meshes() -> None:
             fully_shard(model, mesh=data)
         assert type(model) is nn.Linear
         assert model.weight is weight
-
-
-@pytest.mark.behaviour("A-06")
-def test_meshes_that_share_an_axis_are_refused() -> None:
-    run_ranks(reject_meshes, 4)

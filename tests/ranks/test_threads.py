@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, local_optimizer
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.errors import ConfigurationError
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import single_rank, values_of
 from tests.helpers.threads import run_in_threads
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
@@ -119,7 +119,9 @@ def test_two_threads_of_each_rank_train_over_process_groups_of_their_own(transpo
     run_ranks(train_in_threads, 2, [0, 1], environment=transport)
 
 
-def connect_in_opposite_orders() -> None:
+@pytest.mark.behaviour("J-04", "H-06")
+@on_ranks(2, environment=SOCKETS, timeout=30)
+def test_threads_connect_their_groups_in_another_order_than_on_the_other_rank() -> None:
     """Connect two groups in threads, on rank 1 in the reverse order, so that each rank first waits for the other."""
     meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
     first = dist.get_rank()
@@ -130,8 +132,3 @@ def connect_in_opposite_orders() -> None:
         fully_shard(nn.Linear(WIDTH, WIDTH), mesh=meshes[i])
 
     run_in_threads([partial(connect, i) for i in range(2)], 1e-3)
-
-
-@pytest.mark.behaviour("J-04", "H-06")
-def test_threads_connect_their_groups_in_another_order_than_on_the_other_rank() -> None:
-    run_ranks(connect_in_opposite_orders, 2, environment=SOCKETS, timeout=30)

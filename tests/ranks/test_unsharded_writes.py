@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.codecs import CommunicationPolicy, Int8
 from composable_fsdp.errors import LifecycleError, ParameterError
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import sharded as sharded_module
 from tests.helpers.sharding import values_of
 from tests.helpers.transports import TRANSPORTS, Environment
@@ -188,7 +188,9 @@ def test_writes_before_a_module_gets_another_root_are_kept() -> None:
     run_ranks(write_before_another_root, 2)
 
 
-def write_to_slices() -> None:
+@pytest.mark.behaviour("C-08")
+@on_ranks(4)
+def test_writes_after_a_forward_that_keeps_slices_are_kept() -> None:
     """A forward that leads to a backward leaves slices of parameters, and shows the sharded ones."""
     for next_use in (evaluate, train, reset):
         model, reference = sharded(init_device_mesh("cpu", (4,)), reshard_after_forward=2)
@@ -199,11 +201,6 @@ def write_to_slices() -> None:
                 average(each)
             next_use(model, reference)
             check(model, reference)
-
-
-@pytest.mark.behaviour("C-08")
-def test_writes_after_a_forward_that_keeps_slices_are_kept() -> None:
-    run_ranks(write_to_slices, 4)
 
 
 def write_through_data() -> None:

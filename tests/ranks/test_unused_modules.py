@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import LifecycleError
 from tests._internals import state_of
-from tests.helpers.run_ranks import run_ranks
-from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
+from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.transports import SOCKETS, TRANSPORTS
 
 STEPS = 6
 SKIP, RUN, RUN_IN_VAIN = 0, 1, 2
@@ -119,7 +119,9 @@ def test_ranks_of_a_hybrid_mesh_that_skip_modules_train_with_parity() -> None:
     run_ranks(train_unequally, 4, replicate=2)
 
 
-def run_out_of_order() -> None:
+@pytest.mark.behaviour("C-17")
+@on_ranks(2)
+def test_modules_that_run_in_another_order_than_they_are_registered_are_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for layer in model:
         fully_shard(layer)
@@ -139,11 +141,6 @@ def run_out_of_order() -> None:
         single_group(torch.ones(2, 3))
     single_group.set_reduce_scatter_unused_params(False)
     single_group(torch.ones(2, 3)).sum().backward()
-
-
-@pytest.mark.behaviour("C-17")
-def test_modules_that_run_in_another_order_than_they_are_registered_are_named() -> None:
-    run_ranks(run_out_of_order, 2)
 
 
 class Encoded(nn.Module):
@@ -248,7 +245,9 @@ class PartlyTwice(nn.Module):
         return x
 
 
-def use_parts_of_checkpointed_layers() -> None:
+@pytest.mark.behaviour("C-17", "C-13")
+@on_ranks(2, 4)
+def test_ranks_may_use_different_parts_of_checkpointed_layers() -> None:
     torch.manual_seed(3)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     reference = PartlyTwice()
@@ -262,12 +261,6 @@ def use_parts_of_checkpointed_layers() -> None:
         (reference(batch_of(0, other), other == 0, False).square().mean() / world_size).backward()
     for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), expected.grad)
-
-
-@pytest.mark.behaviour("C-17", "C-13")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_may_use_different_parts_of_checkpointed_layers(world_size: int) -> None:
-    run_ranks(use_parts_of_checkpointed_layers, world_size)
 
 
 class Skippable(nn.Module):
@@ -295,7 +288,9 @@ class Having(nn.Module):
         return self.skippable(x) if runs else x
 
 
-def bound_memory_while_one_rank_skips() -> None:
+@pytest.mark.behaviour("C-17")
+@on_ranks(2, environment=SOCKETS)
+def test_ranks_with_unused_modules_gather_alike_under_a_memory_bound() -> None:
     model: Any = Having()
     for module in (*model.skippable.parts, model.skippable, model):
         fully_shard(module)
@@ -305,11 +300,6 @@ def bound_memory_while_one_rank_skips() -> None:
     for step in range(3):
         model(batch_of(step, dist.get_rank()), dist.get_rank() == 0).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.behaviour("C-17")
-def test_ranks_with_unused_modules_gather_alike_under_a_memory_bound() -> None:
-    run_ranks(bound_memory_while_one_rank_skips, 2, environment=SOCKETS)
 
 
 class Unused(nn.Module):
@@ -378,7 +368,9 @@ def collect_gradients(shard: Any) -> dict[str, dict[str, torch.Tensor | None]]:
     return found
 
 
-def compare_zeros_with_torch() -> None:
+@pytest.mark.behaviour("C-17")
+@on_ranks(2)
+def test_parameters_that_no_rank_used_get_zeros_if_asked_for_as_with_torchs_fsdp2() -> None:
     ours, theirs = collect_gradients(fully_shard), collect_gradients(peer.fully_shard)
     for case, expected in theirs.items():
         assert {n for n, g in ours[case].items() if g is None} == {n for n, g in expected.items() if g is None}, case
@@ -404,11 +396,6 @@ def compare_zeros_with_torch() -> None:
             assert name == "first.used" or not gradient.any(), name
 
 
-@pytest.mark.behaviour("C-17")
-def test_parameters_that_no_rank_used_get_zeros_if_asked_for_as_with_torchs_fsdp2() -> None:
-    run_ranks(compare_zeros_with_torch, 2)
-
-
 class Tower(nn.Module):
     """The inputs of this module need no gradient, so no hook shows the end of its backward."""
 
@@ -431,7 +418,9 @@ class TwoTowers(nn.Module):
         return loss
 
 
-def use_other_parameters_of_a_tower() -> None:
+@pytest.mark.behaviour("C-17")
+@on_ranks(2, transports=TRANSPORTS)
+def test_ranks_may_use_different_parameters_of_modules_whose_inputs_need_no_gradient() -> None:
     """Use ``right.second`` only on rank 0."""
     torch.manual_seed(0)
     reference, x = TwoTowers(), torch.ones(2, 300)
@@ -447,9 +436,3 @@ def use_other_parameters_of_a_tower() -> None:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor)
         torch.testing.assert_close(parameter.grad.full_tensor(), reference.get_parameter(name).grad)
-
-
-@pytest.mark.behaviour("C-17")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_ranks_may_use_different_parameters_of_modules_whose_inputs_need_no_gradient(transport: Environment) -> None:
-    run_ranks(use_other_parameters_of_a_tower, 2, environment=transport)

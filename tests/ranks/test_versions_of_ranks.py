@@ -16,21 +16,25 @@ from composable_fsdp.checkpoint import load, save
 from composable_fsdp.errors import CheckpointError
 from tests._internals import library_version
 from tests.helpers.faults import is_last
-from tests.helpers.run_ranks import run_ranks
-from tests.helpers.transports import TRANSPORTS, Environment
+from tests.helpers.run_ranks import on_ranks
+from tests.helpers.transports import TRANSPORTS
 
 OWN = f"composable_fsdp {importlib.metadata.version('composable-fsdp')}, torch {torch.__version__}"
 
 
-def run_with_other_versions(of: str, use: str, folder: Path) -> None:
+@pytest.mark.behaviour("G-01")
+@pytest.mark.parametrize("use", ["train", "sync", "save", "load"])
+@pytest.mark.parametrize("of", ["torch", "composable_fsdp"])
+@on_ranks(2, transports=TRANSPORTS)
+def test_ranks_with_other_versions_are_named(of: str, use: str, tmp_path: Path) -> None:
     """Give the last rank another version of ``of``, and begin to train, to save or to load."""
     model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     uses: dict[str, Callable[[], object]] = {
         "train": lambda: fully_shard(model)(torch.ones(1, 4)),
         "sync": lambda: fully_shard(model, sync_module_states=True),
-        "save": lambda: save(folder / "checkpoints", model, optimizer),
-        "load": lambda: load(folder / "checkpoints", model, optimizer),
+        "save": lambda: save(tmp_path / "checkpoints", model, optimizer),
+        "load": lambda: load(tmp_path / "checkpoints", model, optimizer),
     }
     kind = DivergenceError if use in ("train", "sync") else CheckpointError
     other = OWN
@@ -49,12 +53,4 @@ def run_with_other_versions(of: str, use: str, folder: Path) -> None:
     library_version.cache_clear()
     text = f"Ranks run different versions:\n  rank 0: {OWN}\n  rank 1: {other}\nInstall the same"
     assert text in str(raised.value)
-    assert not (folder / "checkpoints").exists()
-
-
-@pytest.mark.behaviour("G-01")
-@pytest.mark.parametrize("use", ["train", "sync", "save", "load"])
-@pytest.mark.parametrize("of", ["torch", "composable_fsdp"])
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_ranks_with_other_versions_are_named(of: str, use: str, transport: Environment, tmp_path: Path) -> None:
-    run_ranks(run_with_other_versions, 2, of, use, tmp_path, environment=transport)
+    assert not (tmp_path / "checkpoints").exists()

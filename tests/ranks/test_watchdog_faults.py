@@ -16,7 +16,7 @@ from composable_fsdp.testing import Delay, Fault, inject_faults
 from tests._internals import PATIENCE
 from tests.helpers.faults import Layers, build, error_of, inject_fault, is_last, step
 from tests.helpers.known_watchdog import known_watchdog
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
@@ -163,7 +163,9 @@ def test_a_rank_busy_during_a_failure_gets_the_error_later(transport: Environmen
         assert "rank 2 raised ArithmeticError: test failure in the forward of layers.1" in text
 
 
-def run_two_roots() -> None:
+@pytest.mark.behaviour("H-03")
+@on_ranks(2, environment=SOCKETS)
+def test_roots_that_share_a_backward_count_it_once() -> None:
     """Check that two roots in one backward do not change each other's state."""
     roots: list[Any] = [nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))]
     for root in roots:
@@ -174,8 +176,3 @@ def run_two_roots() -> None:
     assert watchdog is not None
     assert watchdog.here.steps == 3
     assert not watchdog.here.passes
-
-
-@pytest.mark.behaviour("H-03")
-def test_roots_that_share_a_backward_count_it_once() -> None:
-    run_ranks(run_two_roots, 2, environment=SOCKETS)

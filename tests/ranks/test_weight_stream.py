@@ -37,7 +37,7 @@ from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import named_mesh
 from tests.helpers.models import TASKS, Chain, UnevenMLP, seeded, shard_layers
 from tests.helpers.peak_memory import peak_of
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, full_value, train_and_compare, values_of
 from tests.helpers.tensor_classes import Closed, inner_of, model_of
 from tests.helpers.transports import SOCKETS
@@ -255,7 +255,9 @@ class Attention(nn.Module):
         self.up_gate = nn.Linear(6, 10, bias=False)
 
 
-def joined_and_split() -> None:
+@pytest.mark.behaviour("C-14")
+@on_ranks(2, 4)
+def test_a_key_map_renames_joins_and_splits() -> None:
     model, plain = seeded(Attention)(), Attention()
     plain.load_state_dict(model.state_dict())
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -278,12 +280,8 @@ def joined_and_split() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_key_map_renames_joins_and_splits(ranks: int) -> None:
-    run_ranks(joined_and_split, ranks)
-
-
-def wrong_arguments() -> None:
+@on_ranks(2)
+def test_errors_are_the_same_on_all_ranks_and_nothing_is_sent() -> None:
     model = fully_shard(seeded(Attention)(), mesh=init_device_mesh("cpu", (2,)))
     for options, match in (
         ({"bucket_bytes": 0}, r"^bucket_bytes is a number of bytes of at least 1, not 0\.$"),
@@ -343,11 +341,8 @@ def wrong_arguments() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_errors_are_the_same_on_all_ranks_and_nothing_is_sent() -> None:
-    run_ranks(wrong_arguments, 2)
-
-
-def subclasses() -> None:
+@on_ranks(2)
+def test_tensor_subclasses_are_gathered_by_their_class_and_packed_as_inner_tensors() -> None:
     kinds = ["pair", "tagged"]
     model, reference = model_of(kinds, 0), model_of(kinds, 0)
     for module in model.children():
@@ -364,11 +359,6 @@ def subclasses() -> None:
     tagged = inner_of(reference.get_parameter("tagged.weight"))["values"]
     assert_exact(found["tagged.weight"]["values"], tagged.bfloat16(), "tagged")
     leave_on_one_rank(model, 1)
-
-
-@pytest.mark.behaviour("C-14")
-def test_tensor_subclasses_are_gathered_by_their_class_and_packed_as_inner_tensors() -> None:
-    run_ranks(subclasses, 2)
 
 
 class Stop(Exception):
@@ -498,7 +488,9 @@ def test_parents_inference_mode_and_a_rank_without_memory(case: Callable[[], Non
     run_ranks(case, 2, timeout=120)
 
 
-def few_collectives_and_little_memory() -> None:
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_a_bucket_is_one_collective_and_memory_is_that_of_the_buckets() -> None:
     width, layers = 256, 12
     model = shard_layers(seeded(Chain, width=width, depth=layers)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
     layer_bytes = (width * width + width) * 4
@@ -534,11 +526,8 @@ def few_collectives_and_little_memory() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_a_bucket_is_one_collective_and_memory_is_that_of_the_buckets() -> None:
-    run_ranks(few_collectives_and_little_memory, 2)
-
-
-def stream_on_a_device() -> None:
+@on_ranks(2, environment=SOCKETS, timeout=120)
+def test_a_stream_has_no_races_on_a_device() -> None:
     """Read buckets on a simulated device, which would find an access that its streams do not order."""
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
     with simulated_accelerator() as device:
@@ -555,11 +544,6 @@ def stream_on_a_device() -> None:
     assert [str(race) for race in device.races] == []
 
 
-@pytest.mark.behaviour("C-14")
-def test_a_stream_has_no_races_on_a_device() -> None:
-    run_ranks(stream_on_a_device, 2, environment=SOCKETS, timeout=120)
-
-
 RECEIVER = """
 import pickle, sys, torch
 total = {}
@@ -572,7 +556,9 @@ sys.stdout.buffer.write(pickle.dumps(total))
 """
 
 
-def send_to_another_process() -> None:
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_another_process_reads_packed_buckets_by_their_layouts() -> None:
     task = TASKS["tied"]
     model = shard_layers(task.build(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
     sent = io.BytesIO()
@@ -595,8 +581,3 @@ def send_to_another_process() -> None:
         for name, (dtype, total) in found.items():
             assert dtype == torch.bfloat16
             assert total == pytest.approx(expected[name].bfloat16().double().sum().item()), name
-
-
-@pytest.mark.behaviour("C-14")
-def test_another_process_reads_packed_buckets_by_their_layouts() -> None:
-    run_ranks(send_to_another_process, 2)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from composable_fsdp.trace import Recorder
 from tests.helpers.models import seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import check_parity
 from tests.helpers.transports import COPIES, TRANSPORTS
 
@@ -271,7 +271,10 @@ def check_writes(module: Writing, kind: Kind, way: str, mode: str, *, casts: boo
         assert cache.owner is cache
 
 
-def write_in_every_way(casts: bool) -> None:
+@pytest.mark.behaviour("C-06")
+@pytest.mark.parametrize("casts", [False, True])
+@on_ranks(1, environment=COPIES)
+def test_callers_see_what_modules_write_into_containers(casts: bool) -> None:
     module, names = sharded(casts=casts), [(name, way, mode) for name in KINDS for way in WAYS for mode in MODES]
     errors = [f"{each}: {text}" for each in names if (text := attempt(module, *each, casts=casts))]
     assert not errors, "\n".join(errors)
@@ -284,12 +287,6 @@ def attempt(module: Writing, name: str, way: str, mode: str, *, casts: bool) -> 
     except Exception:
         return traceback.format_exc()
     return ""
-
-
-@pytest.mark.behaviour("C-06")
-@pytest.mark.parametrize("casts", [False, True])
-def test_callers_see_what_modules_write_into_containers(casts: bool) -> None:
-    run_ranks(write_in_every_way, 1, casts, environment=COPIES)
 
 
 def train_from_written(kinds: list[str]) -> None:
@@ -490,11 +487,8 @@ CHECKS = (
 )
 
 
-def run_checks() -> None:
+@pytest.mark.behaviour("C-06")
+@on_ranks(1, environment=COPIES)
+def test_containers_of_callers_stay_themselves_and_keep_the_callers_tensors() -> None:
     for check in CHECKS:
         check()
-
-
-@pytest.mark.behaviour("C-06")
-def test_containers_of_callers_stay_themselves_and_keep_the_callers_tensors() -> None:
-    run_ranks(run_checks, 1, environment=COPIES)
