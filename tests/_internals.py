@@ -216,7 +216,7 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.model import Form, OwnerRanks, to_form
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
     from composable_fsdp.checkpoint._state_dict.tensors import entries_of, parameter_names
-    from composable_fsdp.checkpoint._tools import convert, open_source
+    from composable_fsdp.checkpoint._tools import convert
     from composable_fsdp.checkpoint._tools import describe as describe_checkpoint
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec

@@ -1,25 +1,21 @@
-"""Inspection of checkpoints of any kind, and conversion to safetensors, without a model, a process group or a GPU.
+"""Inspection of checkpoints, and conversion to safetensors, without a model, a process group or a GPU.
 
-The paths of tensors are those of ``_dcp/save.py`` for every kind, such as ``("optimizer", "state", name, key)``.
-Between directories and files of ``torch.save``, ``torch.distributed.checkpoint.format_utils`` converts.
+The paths of tensors are those of ``_dcp/save.py``, such as ``("optimizer", "state", name, key)``. Between directories
+and files of ``torch.save``, ``torch.distributed.checkpoint.format_utils`` converts.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from composable_fsdp.checkpoint._archive import check_archive
-from composable_fsdp.checkpoint._coordination import dtype_name, said
+from composable_fsdp.checkpoint._coordination import dtype_name
 from composable_fsdp.checkpoint._dcp import directory
 from composable_fsdp.checkpoint._dcp.directory import Manifest
 from composable_fsdp.checkpoint._dcp.load import read as read_values
@@ -29,11 +25,9 @@ from composable_fsdp.checkpoint._safetensors import (
     INDEX,
     SINGLE,
     Replacement,
-    StoredTensors,
     TensorSpec,
     check_directory,
     check_options,
-    opened,
 )
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.errors import CheckpointError, ConfigurationError
@@ -42,38 +36,12 @@ Tensors = dict[ContentsPath, torch.Tensor]
 """Tensors by path."""
 
 
-class Kind(str, Enum):
-    """The kind of a checkpoint. ``FOLDER`` is a folder of ``DCP`` checkpoints, as ``save`` creates it."""
-
-    FOLDER = "folder"
-    DCP = "dcp"
-    TORCH = "torch"
-    SAFETENSORS = "safetensors"
-
-
-def kind_of(path: Path) -> Kind:
-    """Return the kind of the checkpoint at ``path``. Raise ``CheckpointError`` if there is none."""
-    if path.is_dir():
-        if (path / directory.MANIFEST).is_file() or (path / directory.METADATA).is_file():
-            return Kind.DCP
-        if directory.candidates(path):
-            return Kind.FOLDER
-        if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
-            return Kind.SAFETENSORS
-    elif path.name.endswith((".safetensors", ".safetensors.index.json")):
-        return Kind.SAFETENSORS
-    elif path.is_file():
-        return Kind.TORCH
-    directory.find(path)  # raises if there is no checkpoint
-    return Kind.DCP
-
-
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that is open for reading.
+    """A checkpoint that is open for reading: a directory of ``torch.distributed.checkpoint``, perhaps by ``save``.
 
     Args:
-        tensors: shape and dtype by path, as tensors of any device. Tied tensors are listed once.
+        tensors: shape and dtype by path, as tensors on the meta device. Tied tensors are listed once.
         aliases: further paths of tied tensors, with the path in ``tensors``.
         objects: the paths of values that are not tensors.
         read: returns the tensors at the given paths, on the CPU.
@@ -81,12 +49,17 @@ class Source:
     """
 
     path: Path
-    kind: Kind
     tensors: Tensors
     aliases: Mapping[ContentsPath, ContentsPath]
     objects: Sequence[ContentsPath]
     read: Callable[[Iterable[ContentsPath]], Tensors]
     manifest: Manifest | None = None
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether ``path`` is a folder of checkpoints, as ``save`` creates it, and no single one."""
+    is_checkpoint = any((path / name).is_file() for name in (directory.MANIFEST, directory.METADATA))
+    return path.is_dir() and not is_checkpoint and bool(directory.candidates(path))
 
 
 def open_source(path: Path) -> Source:
@@ -95,19 +68,12 @@ def open_source(path: Path) -> Source:
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    match kind_of(path):
-        case Kind.SAFETENSORS:
-            return _open_safetensors(path)
-        case Kind.TORCH:
-            return _open_torch(path)
-        case _:
-            return _open_dcp(directory.find(path))
-
-
-# -- directories of torch.distributed.checkpoint, with or without our manifest
-
-
-def _open_dcp(folder: Path) -> Source:
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file, and no directory of a checkpoint. torch.load(path, mmap=True) reads one of torch.save, "
+            "and safetensors.safe_open safetensors; safetensors.torch.save_file writes a state dict."
+        )
+    folder = directory.find(path)
     manifest, problem = directory.read_manifest(folder) if (folder / directory.MANIFEST).exists() else (None, "")
     if problem:
         raise CheckpointError(problem)
@@ -129,7 +95,7 @@ def _open_dcp(folder: Path) -> Source:
         read_values(folder, metadata, {keys[at]: LocalShard(value) for at, value in values.items()})
         return values
 
-    return Source(folder, Kind.DCP, tensors, aliases, [at for at in keys if at not in found], read, manifest)
+    return Source(folder, tensors, aliases, [at for at in keys if at not in found], read, manifest)
 
 
 def _tied(
@@ -159,97 +125,6 @@ def _in_model(paths: list[ContentsPath]) -> list[ContentsPath]:
     return [("model", *path) if len(path) == 1 else path for path in paths]
 
 
-# -- files of torch.save
-
-_MOST_VALUES, _MOST_DEPTH = 1_000_000, 50
-"""The most values of a file, and mappings around one. A mapping may be in itself, or twice in each of many others."""
-
-_MOST_EXPANSION = 10
-"""The most bytes of all tensors by those of their file: tensors may share values, and ``expand`` repeats them."""
-
-
-def _open_torch(path: Path) -> Source:
-    """Open a file of a state dict, or of ``{"model": state dict, "optimizer": …, …}``, without reading its tensors."""
-    flat = list(islice(_flatten(_load(path)), _MOST_VALUES + 1))
-    if len(flat) > _MOST_VALUES or any(len(at) > _MOST_DEPTH for at, _ in flat):
-        raise CheckpointError(
-            f"{path} has more than {_MOST_VALUES} values, or mappings nested in {_MOST_DEPTH} others."
-        )
-    values = dict(flat)
-    values = dict(zip(_in_model(list(values)), values.values(), strict=True))
-    plain = {at: _checked(at, value) for at, value in values.items() if isinstance(value, torch.Tensor)}
-    tensors, aliases = _tied({at: ((v.data_ptr(), v.dtype, v.shape, v.stride()), v) for at, v in plain.items()})
-    nbytes, most = sum(tensor.nbytes for tensor in tensors.values()), _MOST_EXPANSION * path.stat().st_size
-    if nbytes > most:  # strides of 0 make a large tensor of one number
-        raise CheckpointError(
-            f"{path} has tensors of {nbytes} bytes, more than {_MOST_EXPANSION} times its own: their values overlap. "
-            "Save contiguous copies of them."
-        )
-    objects = [at for at in values if at not in plain]
-    return Source(path, Kind.TORCH, tensors, aliases, objects, lambda paths: {at: tensors[at] for at in paths})
-
-
-def _load(path: Path) -> Mapping[Any, Any]:
-    try:
-        with path.open("rb") as file:
-            check_archive(file)
-        value = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} is damaged, no checkpoint, or has objects of classes that torch.load(weights_only=True) does not "
-            f"admit: {str(error).splitlines()[0]}. If you trust whoever wrote it, load it in Python with "
-            "weights_only=False, which can run any code in it, and save the model's state dict as a file of its own."
-        ) from error
-    except Exception as error:  # damaged bytes may raise anything
-        raise CheckpointError(f"{path} is damaged, or no checkpoint: {said(error).splitlines()[0]}") from error
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"{path} has a {type(value).__name__} instead of a state dict.")
-    others = [key for key in value if not isinstance(key, str)]
-    if others:
-        raise CheckpointError(f"{path} has no state dict, but a mapping with the key {others[0]!r}, which is no name.")
-    return value
-
-
-def _flatten(value: Any, path: ContentsPath = ()) -> Iterator[tuple[ContentsPath, Any]]:
-    """Yield all values in nested mappings, with their paths below ``path``. Extra state of modules stays one object."""
-    is_leaf = not isinstance(value, Mapping) or len(path) > _MOST_DEPTH
-    if is_leaf or (path[:1] == ("model",) and len(path) > 1):
-        yield path, value
-        return
-    for key, each in value.items():
-        yield from _flatten(each, (*path, str(key)))
-
-
-def _checked(path: ContentsPath, tensor: torch.Tensor) -> torch.Tensor:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(
-            f"{key_of(path)} is a {type(tensor).__name__} of layout {tensor.layout}: only plain tensors can be read, "
-            "unsharded ones (Full())."
-        )
-    return tensor.detach()
-
-
-# -- safetensors
-
-
-def _open_safetensors(path: Path) -> Source:
-    stored = StoredTensors.at(path)
-    tensors: Tensors = {}
-    for name, found in stored.tensors.items():
-        if found.dtype is None:
-            raise CheckpointError(f"{found.file}: {name} has the dtype {found.code}, which torch does not have.")
-        tensors["model", name] = torch.empty(found.shape, dtype=found.dtype, device="meta")
-    aliases: dict[ContentsPath, ContentsPath] = {
-        ("model", alias): ("model", name) for alias, name in stored.aliases.items()
-    }
-
-    def read(paths: Iterable[ContentsPath]) -> Tensors:
-        files = {file: opened(file) for file in dict.fromkeys(found.file for found in stored.tensors.values())}
-        return {at: files[stored.tensors[at[1]].file].get_tensor(at[1]) for at in paths}
-
-    return Source(path, Kind.SAFETENSORS, tensors, aliases, (), read)
-
-
 # -- inspect
 
 
@@ -273,28 +148,23 @@ class Description:
     """
 
     path: str
-    kind: str
     saved: dict[str, Any]
     tensors: tuple[Tensor, ...]
     optimizer: int
     others: dict[str, int]
     nbytes: int
     problems: tuple[str, ...] = ()
+    kind: str = "dcp"
 
 
 def describe(path: Path, *, verify: bool = False) -> Description:
     """Return a summary of the checkpoint at ``path``. Without ``verify`` only sizes of files are compared.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged; or ``verify``, and its kind has no manifest.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     source = open_source(path)
     manifest = source.manifest
-    if verify and source.kind is not Kind.DCP:
-        raise CheckpointError(
-            f"{path} has no manifest of checksums. 'python -m zipfile -t {path}' tests a file of torch.save; "
-            "safetensors have no checksums."
-        )
     saved = {} if manifest is None else {k: getattr(manifest, k) for k in ("step", "ranks", "library", "torch")}
     tensors = [_tensor(source, at) for at in (*source.tensors, *source.aliases) if at[0] == "model"]
     others = {at[0]: 0 for at in (*source.tensors, *source.objects) if at[0] != "model"}
@@ -304,7 +174,6 @@ def describe(path: Path, *, verify: bool = False) -> Description:
     stateful = {at[:3] for at in (*source.tensors, *source.objects) if at[:2] == ("optimizer", "state")}
     return Description(
         path=str(source.path),
-        kind=source.kind.value,
         saved=saved,
         tensors=tuple(tensors),
         optimizer=len(stateful),
@@ -344,7 +213,7 @@ class FolderDescription:
     newest: str
     newest_intact: str | None
     leftovers: tuple[str, ...]
-    kind: str = Kind.FOLDER.value
+    kind: str = "folder"
 
 
 def describe_folder(path: Path, *, verify: bool = False) -> FolderDescription:

@@ -11,11 +11,10 @@ from composable_fsdp.checkpoint._tools import (
     MAX_FILE_BYTES,
     Description,
     FolderDescription,
-    Kind,
     convert,
     describe,
     describe_folder,
-    kind_of,
+    is_folder,
 )
 from composable_fsdp.cli import printing
 from composable_fsdp.errors import ConfigurationError
@@ -27,7 +26,7 @@ def add_commands(commands: printing.Commands) -> None:
     text = "Inspect and verify checkpoints, and convert them to safetensors."
     group = commands.add_parser("checkpoint", help=text, description=text, allow_abbrev=False)
     verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    source = "a checkpoint of any kind, or a folder of them"
+    source = "a checkpoint of save or of torch.distributed.checkpoint, or a folder of them"
 
     parser = printing.add_command(verbs, "inspect", _inspect, has_json=True)
     parser.add_argument("path", type=Path, help=source)
@@ -56,8 +55,7 @@ def _inspect(path: Path, verify: bool, as_json: bool) -> int:
 
     Example: composable-fsdp checkpoint inspect runs/1 --verify
     """
-    is_folder = kind_of(path) is Kind.FOLDER
-    found = describe_folder(path, verify=verify) if is_folder else describe(path, verify=verify)
+    found = describe_folder(path, verify=verify) if is_folder(path) else describe(path, verify=verify)
     if as_json:
         printing.show_json(asdict(found))
     elif isinstance(found, FolderDescription):

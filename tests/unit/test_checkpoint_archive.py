@@ -18,7 +18,6 @@ from torch.utils.serialization import config as serialization_config
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.errors import CheckpointError
 from tests._internals import FilePart, check_archive, checkpoint_save
-from tests.helpers.command import run_command
 from tests.helpers.single_rank_checkpoints import trained
 
 
@@ -139,7 +138,7 @@ def test_a_part_of_a_file_is_read_as_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.behaviour("F-12")
-@pytest.mark.parametrize("part", ["a tensor", "an object", "a file"])
+@pytest.mark.parametrize("part", ["a tensor", "an object"])
 def test_compressed_records_are_refused_wherever_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -160,12 +159,6 @@ def test_compressed_records_are_refused_wherever_they_are_read(
 
     monkeypatch.setattr(checkpoint_save, "check_archive", lambda file: None)  # save asks whether load reads it
     monkeypatch.setattr(torch, "save", compressed)
-    if part == "a file":
-        with (tmp_path / "model.pt").open("wb") as file:
-            compressed(model.state_dict(), file)
-        done = run_command("checkpoint", "inspect", tmp_path / "model.pt")
-        assert f"{tmp_path}/model.pt is damaged, or no checkpoint: CheckpointError: a record of it is" in done.stderr
-        return
     save(tmp_path, model, optimizer, {"a": 1}, step=1)
     monkeypatch.undo()
     where = "the tensors in .* cannot be read" if part == "a tensor" else r"'ranks\.0\.extra' cannot be read"
