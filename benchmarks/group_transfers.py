@@ -68,8 +68,10 @@ def library_reduction(model: nn.Module) -> Callable[[], None]:
     def reduce() -> None:
         group.notice_gradients()
         group.reshard()
-        for launch in reduce_together((group,), streams):
-            launch.run().complete()
+        reduction = reduce_together((group,), streams)
+        assert reduction is not None
+        reduction.run()
+        reduction.complete()
 
     return reduce
 

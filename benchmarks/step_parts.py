@@ -27,7 +27,7 @@ from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Task
 from composable_fsdp._core.gather import AllGather
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import _ModuleHooks
-from composable_fsdp._core.launch import PendingReduction, ReductionLaunch
+from composable_fsdp._core.launch import GroupReduction
 from composable_fsdp._core.root import Root
 from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
 from composable_fsdp.plugins.shared_memory.engine import ShmWork
@@ -41,7 +41,7 @@ PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
         (ParamGroup, ("arrive",)),
     ],
     "gathers": [(AllGather, ("launch", "finish"))],
-    "reductions": [(ReductionLaunch, ("run",)), (PendingReduction, ("complete",))],
+    "reductions": [(GroupReduction, ("run", "complete"))],
     "communicator": [
         (SharedMemoryCommunicator, ("launch",)),
         (GlooCommunicator, ("launch",)),

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core import gather as core_gather
     from composable_fsdp._core import group as core_group
     from composable_fsdp._core import reduce as core_reduce
-    from composable_fsdp._core.backward import _MOST_FORWARDS, ReductionQueue
+    from composable_fsdp._core.backward import ReductionQueue
     from composable_fsdp._core.comm import (
         Around,
         Collective,
@@ -91,17 +91,6 @@ if TYPE_CHECKING:
         advance,
         error_summary,
         has_ended,
-    )
-    from composable_fsdp._core.extents import (
-        Box,
-        Cut,
-        ShardExtent,
-        extent_of,
-        gather,
-        like,
-        plain_name,
-        shardings_of,
-        states_below,
     )
     from composable_fsdp._core.full_mesh import (
         ShardPlacementResult,
@@ -183,9 +172,10 @@ if TYPE_CHECKING:
         take_gradients,
     )
     from composable_fsdp._core.reduce import BucketReduceScatter, ReducedBucket
-    from composable_fsdp._core.root import Root
+    from composable_fsdp._core.root import _MOST_FORWARDS, Root
     from composable_fsdp._core.schedule import Planner
-    from composable_fsdp._core.state import Accumulation, ForwardRecord, FSDPState, find_state, state_of
+    from composable_fsdp._core.state import Accumulation, ForwardRecord, FSDPState, find_state, state_of, states_below
+    from composable_fsdp._extents import Box, Cut, ShardExtent, extent_of, gather, like, plain_name, shardings_of
     from composable_fsdp._torch_version import NEWEST, OLDEST
     from composable_fsdp.checkpoint import _coordination as rank_group
     from composable_fsdp.checkpoint import _safetensors as safetensors_files
@@ -235,7 +225,7 @@ if TYPE_CHECKING:
     from composable_fsdp.optim._owner_units import AxisCut, Slot, Tiling, Unit, axis_cuts, tiling_of
     from composable_fsdp.optim.offload_optimizer import _offloads as optimizer_offloads
     from composable_fsdp.plan import dry_run
-    from composable_fsdp.plan.dry_run import Replay, Snapshot, events_of
+    from composable_fsdp.plan.dry_run import Replay, Snapshot, StepRecorder, events_of
     from composable_fsdp.plan.known_accelerators import KnownAccelerator, as_accelerator
     from composable_fsdp.plan.make_plan import pinned_waste
     from composable_fsdp.plan.simulate import (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from composable_fsdp._api.torch_types import TorchFSDPModule
-from composable_fsdp._core.extents import states_below
+from composable_fsdp._core.state import states_below
 
 __all__ = ["allocated_shards"]
 

@@ -16,9 +16,8 @@ from torch import nn
 from composable_fsdp._api.param_discovery import holders
 from composable_fsdp._api.strategy import resolve_strategy
 from composable_fsdp._api.torch_types import as_mesh_dims, as_strategy
-from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.registration import registered_parameters
-from composable_fsdp._core.state import find_ignored, state_of
+from composable_fsdp._core.state import find_ignored, state_of, states_below
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.init.materialize import InitFunction, materialize_meta
 from composable_fsdp.wrap._plan import Group, Scope, plan_groups

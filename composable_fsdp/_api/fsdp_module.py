@@ -32,13 +32,12 @@ from composable_fsdp._api.torch_types import (
 from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.deepcopy import copy_sharded
 from composable_fsdp._core.events import HELD_GRADIENTS, GradientState, ParameterState
-from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import hooked_forward, root_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import CLASS_MEMBERS
-from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, FSDPState, connections, state_of
+from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, FSDPState, connections, state_of, states_below
 from composable_fsdp.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -384,8 +383,9 @@ class FSDPModule(TorchFSDPModule):
     def schedule(self) -> Schedule:
         """Return the schedule of the next training iteration: what happens at each event of forward and backward.
 
-        ``print(model.schedule())`` shows it as a table. It is a dry run of the events of the last iteration, so it is
-        empty before the first one. Call it on the root.
+        ``print(model.schedule())`` shows it as a table. The first call shows an ordinary step in the order of the last
+        forward, and is empty before that. Later calls show the events of the last iteration, of which it is a dry run.
+        Call it on the root.
         """
         from composable_fsdp.plan.dry_run import schedule_of
 

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from composable_fsdp._core.events import LOCAL_GRADIENTS, EndOfRun, ParameterState, RunningPass
 from composable_fsdp._core.group import AutogradTask
-from composable_fsdp._core.launch import FusedBuckets, Launcher, PendingReduction, ReductionLaunch, reduce_together
-from composable_fsdp._core.params import OptimizerSteps
+from composable_fsdp._core.launch import FusedBuckets, GroupReduction, reduce_together
 from composable_fsdp._core.schedule import Planner
 from composable_fsdp._core.seams import ObservedRoot
 from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, ForwardCall, ForwardRecord, FSDPState
@@ -84,10 +83,6 @@ def _values(state: FSDPState) -> dict[str, object]:
     return {"device": state.group.axes.device, **state.options.of_plugins, **options}
 
 
-_MOST_FORWARDS = 256
-"""The maximum number of forwards kept for a later backward. There are more only if no backward is intended."""
-
-
 # Up to Python 3.11, a member takes as long as a call to look up on its enum.
 _SUM_UNSHARDED = Accumulation.UNSHARDED
 _SHARDED, _UNSHARDED = ParameterState.SHARDED, ParameterState.UNSHARDED
@@ -120,54 +115,25 @@ class Progress:
         is_in_forward: this backward is inside of a forward.
         is_unobserved: its last pre-backward was outside of contexts of the caller, and no observer is told of hooks.
         task: autograd's task, inside which reentrant checkpoints begin others.
+        forwards: the states that ran in each forward that may get a backward.
     """
 
-    def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps, task: AutogradTask) -> None:
+    def __init__(self, states: Collection[FSDPState], task: AutogradTask) -> None:
         self.number = 0
         self.reached: set[FSDPState] = set()
         self.is_in_forward = self.is_unobserved = False
         self.task = task
         self._states = states
-        self._steps, self._seen_steps = steps, steps.number
-        self._forwards: dict[ForwardRecord, list[FSDPState]] = {}
-        """The states that ran in each forward that may get a backward."""
+        self.forwards: dict[ForwardRecord, set[FSDPState]] = {}
         self._reached_forwards: set[ForwardRecord] = set()
         self._unseen_exits: list[ForwardCall] = []
         """Calls whose input gradients were complete before a hook saw any output gradient."""
         for state in states:
-            state.runs = 0
             state.group.task = task
 
-    # -- forwards that may get a backward
-
-    def count(self, state: FSDPState, record: ForwardRecord) -> None:
-        """Note that ``state`` ran in the forward of ``record``."""
-        states = self._forwards.get(record)
-        if states is None:
-            states = self._forwards[record] = []
-            if len(self._forwards) > _MOST_FORWARDS:
-                self.forget_forward(next(iter(self._forwards)))
-        states.append(state)
-        state.runs += 1
-
-    def forget_forward(self, record: ForwardRecord) -> None:
-        """Forget the forward of ``record``: its backward has come, or will not."""
-        for state in self._forwards.pop(record, ()):
-            state.runs -= 1
-
-    def forget_forwards(self) -> None:
-        for record in list(self._forwards):
-            self.forget_forward(record)
-
-    @property
-    def has_forwards(self) -> bool:
-        return bool(self._forwards)
-
-    def forget_before_step(self) -> None:
-        """Forget the forwards from before the last optimizer step: they get no backward."""
-        if self._steps.number != self._seen_steps:
-            self._seen_steps = self._steps.number
-            self.forget_forwards()
+    def may_come_back_to(self, states: Iterable[FSDPState]) -> bool:
+        """Return whether a forward that may get a backward has used one of ``states``."""
+        return not all(ran.isdisjoint(states) for ran in self.forwards.values())
 
     # -- this backward
 
@@ -182,7 +148,7 @@ class Progress:
         call.entered = self.number
         if call.awaits and not call.is_open:
             call.open()
-        self._reached_forwards.add((call.first or call).record)
+        self._reached_forwards.add(call.run.record)
         self.reached.add(call.state)
         if call.state.owner_states:
             self.reached.update(call.state.owner_states)
@@ -204,7 +170,7 @@ class Progress:
             if call.entered != self.number:
                 raise unseen_output(call.state)
         for record in self._reached_forwards:
-            self.forget_forward(record)
+            self.forwards.pop(record, None)
         self.forget()
 
     def forget(self) -> None:
@@ -234,10 +200,10 @@ class Progress:
 class ReductionQueue:
     """The reductions of one root, in the order of their launch. Each holds memory until it is finished."""
 
-    def __init__(self, launcher: Launcher, plans: Planner) -> None:
-        self.launcher, self._plans = launcher, plans
-        self._in_flight: deque[PendingReduction] = deque()
-        self._unread: list[PendingReduction] = []
+    def __init__(self, plans: Planner) -> None:
+        self._plans = plans
+        self._in_flight: deque[GroupReduction] = deque()
+        self._unread: list[GroupReduction] = []
         """Reductions before those in flight, which hold no buffers any more. Flags of the first block the host."""
         self._limit: int | None = 1
         """The number of reductions in flight; ``None`` limits their bytes instead."""
@@ -265,51 +231,55 @@ class ReductionQueue:
         self._fusions_for = self._plans.fused_for
         self._fusions.update(dict.fromkeys(states, ()))
 
-    def send(self, state: FSDPState, *, at_end: bool) -> None:
+    def send(self, state: FSDPState, *, at_end: bool = False, is_held: bool = False) -> None:
         """Reduce or hold the gradients of ``state``, as its settings say.
 
         Args:
             state: the owner of the gradients.
             at_end: backward is over, so do not wait for other groups.
+            is_held: reduce those that earlier backwards have left, alone and over all axes, whatever settings say.
         """
-        group = state.group
-        if state.options.accumulation is _SUM_UNSHARDED:
-            group.hold_gradients()
-            return
-        fusion, partial = self._fusions.get(state), False
-        if fusion is None:
-            fusion = self._find_fusion(state)
-        if state in fusion and group.task.is_around_another:
-            # More gradients may follow a backward inside this one, and a fusion would change the order of their sum.
-            self.waiting.discard(state)
-            self._fusions.update(dict.fromkeys(fusion, ()))
-            fusion = ()
-        if state not in fusion:
-            together, partial = [group], state.keeps_partial
-        else:
-            self.waiting.add(state)
-            if not at_end and not self.waiting.issuperset(fusion):
+        group, members, partial = state.group, [state.group], False
+        if not is_held:
+            if state.options.accumulation is _SUM_UNSHARDED:
+                group.hold_gradients()
                 return
-            self.waiting.difference_update(fusion)
-            together = [member.group for member in fusion]
-            for member in together:
-                if member.gradient_state not in LOCAL_GRADIENTS:
-                    member.contribute()
-        launch = reduce_together(together, self.launcher.streams, self._fused_buckets, partial=partial)
-        if launch is not None:
-            self._launch(launch)
+            fusion = self._fusions.get(state)
+            if fusion is None:
+                fusion = self._find_fusion(state)
+            if state not in fusion:
+                partial = state.keeps_partial
+            elif group.task.is_around_another:
+                # More gradients may follow a backward inside this one: a fusion would change the order of their sum.
+                self.waiting.discard(state)
+                self._fusions.update(dict.fromkeys(fusion, ()))
+                partial = state.keeps_partial
+            else:
+                self.waiting.add(state)
+                if not at_end and not self.waiting.issuperset(fusion):
+                    return
+                self.waiting.difference_update(fusion)
+                members = [member.group for member in fusion]
+                for member in members:
+                    if member.gradient_state not in LOCAL_GRADIENTS:
+                        member.contribute()
+        reduction = reduce_together(members, self._plans.launcher.streams, self._fused_buckets, partial=partial)
+        if reduction is None:
+            return
+        # Make room before the launch takes memory. The host does not wait for flags to make room.
+        launcher = self._plans.launcher
+        while self._in_flight and self._is_full(reduction):
+            launcher.finish(self._in_flight.popleft(), self._unread if launcher.has_streams else None)
+        launcher.reduce(reduction)
+        self._start()
+        self._in_flight.append(reduction)
 
     def send_held(self, states: Iterable[FSDPState]) -> None:
         """Launch the reductions of the gradients that ``states`` hold after backward, whatever their settings say."""
-        if any(reduction.launch.partial for reduction in (*self._unread, *self._in_flight)):
+        if any(reduction.partial for reduction in (*self._unread, *self._in_flight)):
             self.drain()  # the sums are held only then
         for state in states:
-            launch = reduce_together([state.group], self.launcher.streams)
-            if launch is not None:
-                self._launch(launch)
-
-    def clear_waiting(self) -> None:
-        self.waiting.clear()
+            self.send(state, is_held=True)
 
     @property
     def are_in_flight(self) -> bool:
@@ -322,7 +292,7 @@ class ReductionQueue:
         self._in_flight.extendleft(reversed(self._unread))
         self._unread.clear()
         while self._in_flight:
-            self.launcher.finish(self._in_flight.popleft())
+            self._plans.launcher.finish(self._in_flight.popleft())
 
     def abandon(self) -> None:
         """Forget all reductions in flight, which will not complete."""
@@ -340,19 +310,8 @@ class ReductionQueue:
         self._fusions.update(dict.fromkeys((state, *members), fusion))
         return fusion
 
-    def _launch(self, launch: ReductionLaunch) -> None:
-        """Make room, before the launch takes memory; launch; then start the second stages of earlier reductions.
-
-        The host does not wait for flags to make room.
-        """
-        while self._in_flight and self._is_full(launch):
-            self.launcher.finish(self._in_flight.popleft(), self._unread if self.launcher.has_streams else None)
-        reduction = self.launcher.reduce(launch)
-        self._start()
-        self._in_flight.append(reduction)
-
-    def _is_full(self, launch: ReductionLaunch) -> bool:
-        """Return whether the reductions in flight leave no room for ``launch``: each holds memory for its message.
+    def _is_full(self, reduction: GroupReduction) -> bool:
+        """Return whether the reductions in flight leave no room for ``reduction``: each holds memory for its message.
 
         Without a limit on their number, as on streams, the limit is in bytes: hardly more than those of the largest
         group in flight. So groups of equal size wait for each other, while a small group after a large one follows
@@ -360,7 +319,7 @@ class ReductionQueue:
         """
         if self._limit is not None:
             return len(self._in_flight) >= self._limit
-        sizes = [launch.nbytes, *(reduction.launch.nbytes for reduction in self._in_flight)]
+        sizes = [reduction.nbytes, *(launched.nbytes for launched in self._in_flight)]
         largest = max(_MIN_BYTES_IN_FLIGHT, *sizes)
         return sum(sizes) > largest + largest // _SLACK_DIVISOR
 
@@ -371,7 +330,7 @@ class ReductionQueue:
         """
         for _ in range(len(self._in_flight)):
             reduction = self._in_flight.popleft()
-            self.launcher.start(reduction)
+            self._plans.launcher.start(reduction)
             self._in_flight.append(reduction)
 
 

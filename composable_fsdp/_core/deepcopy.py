@@ -16,12 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.group import GATHER_KINDS, ParamGroup
 from composable_fsdp._core.hooks import optimizer_hooks
 from composable_fsdp._core.params import local_part
 from composable_fsdp._core.seams import OBSERVERS
-from composable_fsdp._core.state import ROOT_ATTRIBUTE, FSDPState, alive
+from composable_fsdp._core.state import ROOT_ATTRIBUTE, FSDPState, alive, states_below
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["copy_sharded"]

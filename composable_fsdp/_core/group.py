@@ -45,7 +45,7 @@ from composable_fsdp._core.registration import Registration, plain_shard
 from composable_fsdp.errors import DeviceError, LifecycleError, ParameterError
 from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
-_reduction_of = attrgetter("reduction", "were_summed", "_partial")
+_reduction_of = attrgetter("reduction", "were_summed", "partial")
 """The settings in which gradients that are reduced together must agree."""
 
 UNSHARD_STARTED = frozenset({ParameterState.UNSHARDING, ParameterState.UNSHARDED})
@@ -58,7 +58,7 @@ _UNSHARDED, _SHRUNK = ParameterState.UNSHARDED, ParameterState.SHRUNK
 _ARRIVING, _ACCUMULATE, _READY = GradientState.ARRIVING, GradientOperation.ACCUMULATE, GradientOperation.READY
 _REDUCE, _COMPLETE = GradientOperation.REDUCE, GradientOperation.COMPLETE
 _AFTER_ACCUMULATE, _AFTER_READY = after(GRADIENT_TRANSITIONS, _ACCUMULATE), after(GRADIENT_TRANSITIONS, _READY)
-_AFTER_REDUCE = after(GRADIENT_TRANSITIONS, _REDUCE)
+_AFTER_REDUCE, _AFTER_COMPLETE = after(GRADIENT_TRANSITIONS, _REDUCE), after(GRADIENT_TRANSITIONS, _COMPLETE)
 
 
 def _nobody() -> None:
@@ -225,12 +225,11 @@ class ParamGroup:
         # Of the full parameters.
         self.parameter_state = ParameterState.SHARDED
         self._pending_gather: InFlight[None] | None = None
+        """The all-gather in flight, or one that failed, which may still write to the unsharded memory."""
         self.cut: Callable[[AnyBucket, int], Gatherable] | None = None
         """Makes the slices of a bucket from which some neighbouring ranks can gather it again."""
         self.slices: Sequence[Gatherable] = ()
         """The slices for the next all-gather, in SHRUNK and until it is done."""
-        self._may_be_written = False
-        """True if a failed all-gather may still write to the unsharded memory, which then must not be freed."""
         self._noted_bytes = 0
         """The unsharded bytes that were last reported to the trace."""
 
@@ -248,7 +247,7 @@ class ParamGroup:
         """True if any rank may hold sums of several microbatches."""
         self._gradients_set = False
         """True if gradients were ever set without autograd's accumulation."""
-        self._partial: InFlight[list[ReducedBucket]] | None = None
+        self.partial: InFlight[list[ReducedBucket]] | None = None
         """The partial reduction over the shard axis, in flight or done, whose sum the next reduction includes."""
 
         # Buckets, which the gather kinds make.
@@ -593,7 +592,7 @@ class ParamGroup:
 
     def begin_gather(self, pending: InFlight[None] | None, stream: str, begin: float | None) -> None:
         """Record the all-gather ``pending``, or ``None`` for a group without parameters."""
-        self._pending_gather, self._may_be_written = pending, False
+        self._pending_gather = pending
         self.parameter_state = _AFTER_UNSHARD.get(self.parameter_state) or self.advance(_UNSHARD)
         if trace.listeners:
             self.note_memory()
@@ -607,7 +606,9 @@ class ParamGroup:
         if self.parameter_state is before:
             return
         begin = trace.now() if trace.listeners else None
-        self.finish_gather()
+        if self._pending_gather is not None:
+            self._pending_gather.wait()
+        self._pending_gather, self.slices = None, ()  # only after the wait: streams of a device may still read slices
         self.registration.show_unsharded()
         if trace.listeners:
             self.note_memory()
@@ -616,13 +617,8 @@ class ParamGroup:
     def finish_gather(self) -> None:
         """Wait for the all-gather, if one is in flight."""
         if self._pending_gather is not None:
-            pending, self._pending_gather = self._pending_gather, None
-            try:
-                pending.wait()
-            except BaseException:
-                self._may_be_written = not pending.has_arrived
-                raise
-        self.slices = ()  # only after the wait: until then, the streams of a device may still read them
+            self._pending_gather.wait()
+        self._pending_gather, self.slices = None, ()
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory."""
@@ -640,7 +636,7 @@ class ParamGroup:
 
         Its connections must be closed, so that nothing writes to the unsharded memory any more.
         """
-        self._pending_gather, self._may_be_written, self.last_gather = None, False, None
+        self._pending_gather = self.last_gather = None
         self.reshard()
         for bucket in self.buckets:
             bucket.free()
@@ -655,7 +651,7 @@ class ParamGroup:
 
     def _release(self) -> None:
         self.registration.show_sharded()
-        if not self._may_be_written:
+        if self._pending_gather is None or self._pending_gather.has_arrived:
             for bucket in self.buckets:
                 bucket.free()
         if trace.listeners:
@@ -705,17 +701,9 @@ class ParamGroup:
         self._advance_gradients(GradientOperation.READY)
 
     @property
-    def has_partial(self) -> bool:
-        """True if the next reduction includes sums over the shard axis."""
-        return self._partial is not None
-
-    def restore_partial(self, partial: InFlight[list[ReducedBucket]] | None) -> None:
-        self._partial = partial
-
-    @property
     def sums_are_in_flight(self) -> bool:
         """True if the last reduction is one over the shard axis only, and not complete."""
-        return self._partial is not None and self.gradient_state is GradientState.REDUCING
+        return self.partial is not None and self.gradient_state is GradientState.REDUCING
 
     def contribute(self) -> None:
         """Take part in the next reduction even without gradients, since other ranks may have some."""
@@ -756,8 +744,8 @@ class ParamGroup:
 
         Either is ``None`` where there is none. Neither communicates, and both may be changed in place.
         """
-        if self._partial is not None:
-            self._partial.wait()
+        if self.partial is not None:
+            self.partial.wait()
         if self.gradient_state is not GradientState.ARRIVING:
             self._accumulate()  # what was set since the last backward
         sums: dict[ShardedParameter, torch.Tensor] = {}
@@ -786,7 +774,7 @@ class ParamGroup:
             parameter.drop_gradient()
         for bucket in self.buckets:
             bucket.scatter.drop_partial()
-        self._partial = None  # done, or failed: waiting again would raise again
+        self.partial = None  # done, or failed: waiting again would raise again
         self.were_summed = False
         self._advance_gradients(GradientOperation.DROP)
 
@@ -797,8 +785,8 @@ class ParamGroup:
 
     def take_gradients(self) -> bool:
         """Reset the counters for a reduction of the gradients. Return False if there are none."""
-        if self._partial is not None:
-            self._partial.wait()  # the reduction includes its result
+        if self.partial is not None:
+            self.partial.wait()  # the reduction includes its result
         before = self.gradient_state
         self._reset_counters()
         self.gradient_state = _AFTER_REDUCE[before]
@@ -806,7 +794,7 @@ class ParamGroup:
 
     def is_reduced_like(self, others: Sequence[ParamGroup]) -> bool:
         """Return True if one message may have the gradients of this group and ``others``, by their settings."""
-        if self._partial is not None or self.reduction.all_reduce_hook is not None:
+        if self.partial is not None or self.reduction.all_reduce_hook is not None:
             return False
         return not any(map(_reduction_of(self).__ne__, map(_reduction_of, others)))
 
@@ -818,7 +806,7 @@ class ParamGroup:
             reduction = plan_reduction(
                 scatter.plan.sum_dtype,
                 pgs.axes.num_ranks,
-                averages=pgs.averages,
+                averages=pgs.scatter.traits.averages and pgs.axes.replicate.traits.averages,
                 divide_factor=self.reduction.divide_factor if pgs.axes.divide is None else pgs.axes.divide,
                 sum_only=self.reduction.sum_only or scatter.own is not None,
             )
@@ -833,19 +821,18 @@ class ParamGroup:
     def begin_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool) -> None:
         """Record the launch of ``pending``, the reduction of a backward."""
         self.were_summed = False
-        self._partial = pending if partial else None
+        self.partial = pending if partial else None
 
     def end_reduction(self, *, partial: bool) -> None:
         """Change the state after the reduction of a backward is done."""
-        operation = GradientOperation.KEEP if partial else _COMPLETE
-        self.gradient_state = advance(GRADIENT_TRANSITIONS, self.gradient_state, operation, self.name)
+        if partial:
+            self._advance_gradients(GradientOperation.KEEP)
+        else:
+            self.gradient_state = _AFTER_COMPLETE.get(self.gradient_state) or self._advance_gradients(_COMPLETE)
 
-    @property
-    def scatters(self) -> list[BucketReduceScatter]:
-        return [bucket.scatter for bucket in self.buckets]
-
-    def _advance_gradients(self, operation: GradientOperation) -> None:
+    def _advance_gradients(self, operation: GradientOperation) -> GradientState:
         self.gradient_state = advance(GRADIENT_TRANSITIONS, self.gradient_state, operation, self.name)
+        return self.gradient_state
 
 
 def _promoted(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:

@@ -330,7 +330,7 @@ def _call_as_forward(
     call = hooks.begin(sys._getframe())
     try:
         if not call.is_inner:
-            call.root.pre_forward(state)
+            call.root.pre_forward(call)
         args, kwargs = hooks.take_inputs(call, args, kwargs)
         output = method(*args, **kwargs)
     except BaseException:
@@ -369,7 +369,7 @@ class ModuleHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call = self.begin(calling_frame())
         if not call.is_inner:
-            call.root.pre_forward(self._state)
+            call.root.pre_forward(call)
         return self.take_inputs(call, args, kwargs)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd import Variable
@@ -18,6 +18,8 @@ from composable_fsdp._core.memory import CommStreams, InFlight
 from composable_fsdp._core.params import accept_gradients
 from composable_fsdp._core.reduce import BucketReduceScatter, BucketReduction, ReducedBucket, stages_of
 
+_is_offloaded, _gradient_bytes = attrgetter("is_offloaded"), attrgetter("plan.gradient_bytes")
+
 
 def reduce_together(
     members: Sequence[ParamGroup],
@@ -25,7 +27,7 @@ def reduce_together(
     fused_buckets: FusedBuckets | None = None,
     *,
     partial: bool = False,
-) -> ReductionLaunch | None:
+) -> GroupReduction | None:
     """Return the reduction of all gradients of ``members``. Groups without gradients are skipped; ``None`` if all are.
 
     Args:
@@ -35,17 +37,18 @@ def reduce_together(
         partial: reduce over the shard axis only, and keep the sum, in the reduce dtype, for a later reduction.
     """
     taken = [member for member in members if member.take_gradients()]
-    return ReductionLaunch(taken, streams, fused_buckets, partial=partial) if taken else None
+    return GroupReduction(taken, streams, fused_buckets, partial=partial) if taken else None
 
 
-class ReductionLaunch:
-    """A reduction that can be launched, with the arguments of :func:`reduce_together`.
+class GroupReduction:
+    """A reduction of :func:`reduce_together`: launched once, and then completed. The queue that completes it owns it.
 
     Attributes:
         nbytes: the gradient bytes, in the dtype of the sum.
     """
 
-    __slots__ = ("_fused_buckets", "_streams", "members", "nbytes", "partial")
+    __slots__ = ("_fused_buckets", "_pending", "_streams", "members", "nbytes", "partial")
+    _pending: InFlight[list[ReducedBucket]]
 
     def __init__(
         self,
@@ -57,62 +60,51 @@ class ReductionLaunch:
     ) -> None:
         self.members, self.partial = members, partial
         self._streams, self._fused_buckets = streams, fused_buckets
-        self.nbytes = sum(member.plan.gradient_bytes for member in members)
+        self.nbytes: int = sum(map(_gradient_bytes, members))
 
-    def run(self) -> PendingReduction:
-        """Take the gradients and launch their reduction. May be called once."""
+    def run(self) -> None:
+        """Take the gradients and launch their reduction: its first stage, if it has two."""
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
             begin = trace.now() if trace.listeners else None
-            first, name = self.members[0], describe_groups([member.name for member in self.members])
-            pending: InFlight[Any] | None = None
-            for stage in stages_of(self._streams, self._reductions(), first.device, name, partial=self.partial):
+            members, pending = self.members, cast("InFlight[Any] | None", None)
+            # Take the gradients, of all members in fused messages if these can share them.
+            first, fused = members[0], self._fused_buckets if len(members) > 1 and not self.partial else None
+            reductions: list[BucketReduction] = []
+            if fused is not None and first.is_reduced_like(members[1:]):
+                reductions = first.reductions_of(fused.fuse(members))
+            if not reductions:
+                for member in members:
+                    reductions += member.reductions_of([bucket.scatter for bucket in member.buckets])
+            name = first.name if len(members) == 1 else describe_groups([member.name for member in members])
+            for stage in stages_of(self._streams, reductions, first.axes.device, name, partial=self.partial):
                 pending = stage.stream.run(stage.launch, stage.finish, after=pending)
             assert pending is not None
-            for member in self.members:
+            self._pending = pending
+            for member in members:
                 if trace.listeners:
                     moved = reduce_scatter_wire_bytes(member.buckets, were_summed=member.were_summed)
                     stream = self._streams.reduce.name
                     trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
                 member.begin_reduction(pending, partial=self.partial)
-            return PendingReduction(self, pending)
         finally:
             torch._C._set_grad_enabled(grad_mode)
-
-    def _reductions(self) -> list[BucketReduction]:
-        first, *others = self.members
-        if others and self._fused_buckets is not None and not self.partial and first.is_reduced_like(others):
-            fused = first.reductions_of(self._fused_buckets.fuse(self.members))
-            if fused:
-                return fused
-        reductions: list[BucketReduction] = []
-        for member in self.members:  # no comprehension: it is a frame on the way of each step up to Python 3.11
-            reductions += member.reductions_of(member.scatters)
-        return reductions
-
-
-class PendingReduction:
-    """A reduction in flight. The queue that completes it owns it."""
-
-    def __init__(self, launch: ReductionLaunch, pending: InFlight[list[ReducedBucket]]) -> None:
-        self.launch = launch
-        self._pending = pending
 
     def start(self) -> None:
         """Launch the second stage, which waited for the first."""
         self._pending.start()
 
-    def complete(self, unread: list[PendingReduction] | None = None) -> None:
+    def complete(self, unread: list[GroupReduction] | None = None) -> None:
         """Wait, and set the sharded gradients; a partial reduction keeps its sums instead.
 
         Args:
             unread: earlier reductions that wait for the host. If there are any, or if flags would block the host, only
                 the stream waits: this reduction holds no buffers then, and joins them.
         """
-        launch, begin = self.launch, trace.now() if trace.listeners else None
-        offloaded = any(member.is_offloaded for member in launch.members)
-        reduced = self._pending.synchronize() if offloaded else self._pending.wait()
+        begin = trace.now() if trace.listeners else None
+        is_offloaded = any(map(_is_offloaded, self.members))
+        reduced = self._pending.synchronize() if is_offloaded else self._pending.wait()
         if unread is not None and (unread or any(bucket.may_come_later for bucket in reduced)):
             unread.append(self)
             return
@@ -126,9 +118,9 @@ class PendingReduction:
             for parameter in (parameter for bucket in reduced for parameter in bucket.parameters):
                 parameter.check_grad_dtype()  # the cause, if that of torch's error
             raise
-        for member in launch.members:
-            member.end_reduction(partial=launch.partial)
-            if trace.listeners and not launch.partial:
+        for member in self.members:
+            member.end_reduction(partial=self.partial)
+            if trace.listeners and not self.partial:
                 trace.emit(trace.Operation.REDUCED, member.name, begin=begin)
 
 
@@ -207,13 +199,13 @@ class Launcher(Protocol):
     def shrink(self, group: ParamGroup, mesh_size: int) -> None:
         """Free ``group``, but keep a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
 
-    def reduce(self, launch: ReductionLaunch) -> PendingReduction:
-        """Launch a reduction. If it has two stages, this is the first one."""
+    def reduce(self, reduction: GroupReduction) -> None:
+        """Launch ``reduction``. If it has two stages, this is the first one."""
 
-    def start(self, reduction: PendingReduction) -> None:
+    def start(self, reduction: GroupReduction) -> None:
         """Launch the second stage of ``reduction``, if it has one and that is not launched yet."""
 
-    def finish(self, reduction: PendingReduction, unread: list[PendingReduction] | None = None) -> None:
+    def finish(self, reduction: GroupReduction, unread: list[GroupReduction] | None = None) -> None:
         """Wait for ``reduction``, and set the sharded gradients.
 
         If the host would wait for flags, or ``unread`` has earlier reductions, append ``reduction`` to it instead.
@@ -239,9 +231,10 @@ class StreamLauncher:
         needed = []
         for group in groups:
             if group.gradient_state in HELD_GRADIENTS and group.was_flipped:
-                launch = reduce_together((group,), self.streams)  # first, as the next plan has another layout
-                if launch is not None:
-                    launch.run().complete()
+                held = reduce_together((group,), self.streams)  # first, as the next plan has another layout
+                if held is not None:
+                    held.run()
+                    held.complete()
             if group.needs_gather():
                 needed.append(group)
         # Launch, by the last all-gather if that was of the same buckets.
@@ -269,14 +262,12 @@ class StreamLauncher:
         for group in needed:
             group.begin_gather(pending, self.streams.gather.name, begin)
 
-    _is_offloaded = attrgetter("is_offloaded")
-
     wait = staticmethod(ParamGroup.wait)
     free = staticmethod(ParamGroup.reshard)
     shrink = staticmethod(ParamGroup.shrink)
-    reduce = staticmethod(ReductionLaunch.run)
-    start = staticmethod(PendingReduction.start)
-    finish = staticmethod(PendingReduction.complete)
+    reduce = staticmethod(GroupReduction.run)
+    start = staticmethod(GroupReduction.start)
+    finish = staticmethod(GroupReduction.complete)
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         engine: Any = Variable._execution_engine

@@ -402,8 +402,7 @@ class Channels:
 class ProcessGroups:
     """The communicators for all-gathers (``gather``) and reduce-scatters (``scatter``), over the same ranks.
 
-    Encoded reductions, which add up themselves, use ``exchange``. ``averages`` is true if every axis can compute
-    averages itself.
+    Encoded reductions, which add up themselves, use ``exchange``.
     """
 
     def __init__(self, axes: DataParallelAxes) -> None:
@@ -438,7 +437,6 @@ class ProcessGroups:
         """Use these communicators until the next choice."""
         self.channels = channels
         self.gather, self.scatter, self.exchange = channels.of(self.axes)
-        self.averages = self.scatter.traits.averages and self.replicate.traits.averages
 
     def follow(self, other: ProcessGroups) -> None:
         """Copy the choices made for ``other``."""

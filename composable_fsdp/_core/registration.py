@@ -57,16 +57,6 @@ def registered_parameters(module: nn.Module) -> list[ParamPlace]:
     return list(found.values())
 
 
-def registered_buffers(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the (module, attribute) pairs of each buffer of ``module`` and its submodules."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                places.setdefault(id(buffer), []).append((owner, name))
-    return list(places.values())
-
-
 _local_tensor = attrgetter("_local_tensor")
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")

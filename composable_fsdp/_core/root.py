@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from composable_fsdp._core.context import (
     function_modes,
     in_autocast,
     in_transform,
+    outside_callers_context,
     runs_outside,
     runs_unseen,
 )
@@ -45,11 +46,9 @@ from composable_fsdp._core.launch import Launcher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.schedule import PlannedRun, Planner
 from composable_fsdp._core.seams import Observer, Observers
-from composable_fsdp._core.state import NO_RECORD, Accumulation, ForwardCall, ForwardRecord, FSDPState, Tape, alive
+from composable_fsdp._core.state import NO_RECORD, Accumulation, ForwardCall, ForwardRecord, FSDPState, Run, alive
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.policies import ReshardKind
-
-_current_task = torch._C._current_graph_task_id
 
 # Up to Python 3.11, a member takes as long as a call to look up on its enum.
 IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
@@ -57,7 +56,12 @@ _SUM_UNSHARDED, _SHARDED = Accumulation.UNSHARDED, ParameterState.SHARDED
 _ARRIVING, _LOCAL, _PARTIAL = GradientState.ARRIVING, GradientState.LOCAL, GradientState.PARTIAL
 _PRE_FORWARD, _POST_FORWARD, _PRE_BACKWARD = Hook.PRE_FORWARD, Hook.POST_FORWARD, Hook.PRE_BACKWARD
 _WITHIN_BACKWARD = _GRAD_READY, _POST_BACKWARD = Hook.GRAD_READY, Hook.POST_BACKWARD
+_UNOBSERVED = nullcontext()
 _NEVER, _AUTO, _SMALLER = ReshardKind.NEVER, ReshardKind.AUTO, ReshardKind.SMALLER
+
+
+_MOST_FORWARDS = 256
+"""The maximum number of forwards kept for a later backward. There are more only if no backward is intended."""
 
 
 # Note: order of free, wait and reduce
@@ -80,7 +84,6 @@ class Root:
         leads_to_backward: returns whether a backward may follow what runs now. An observer may replace it.
         progress: the progress of the current or last backward.
         observers: the observers, bound for each event.
-        tape: the events of the last step.
     """
 
     def __init__(
@@ -98,8 +101,8 @@ class Root:
         self.refuse: Callable[[], None] | None = None
         self.leads_to_backward: Callable[[], bool] = torch.is_grad_enabled
         self.plans = Planner(root_state, states, launcher)
-        self.progress = Progress(states.values(), self.plans.steps, task)
-        self.queue = ReductionQueue(launcher, self.plans)
+        self.progress = Progress(states.values(), task)
+        self.queue = ReductionQueue(self.plans)
         self._passes = passes
         self._pass = IDLE
         self._outermost: FSDPState | None = None
@@ -107,18 +110,17 @@ class Root:
         """The grad mode of the outermost module's forward."""
         self.is_verified = False
         """True once the observers have compared the model between ranks."""
-        self.tape = Tape()
         self.observers = Observers(self, observers)
 
     # -- around every hook
 
-    def _around(self, hook: Hook, work: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return ``work`` of ``hook``, or :meth:`_observed` around it if a context of the caller or an observer asks.
+    def _around(self, hook: Hook, subject: Any) -> AbstractContextManager[None]:
+        """Return the context of ``hook``: :meth:`_observed` if a context of the caller or an observer asks for it.
 
         Tell observers if a pass may begin. Inside of BACKWARD, the answer for the last pre-backward holds.
         """
         if self._pass is BACKWARD and hook in _WITHIN_BACKWARD:
-            return work if self.progress.is_unobserved else functools.partial(self._observed, hook, work)
+            return _UNOBSERVED if self.progress.is_unobserved else self._observed(hook, subject)
         if self._pass is IDLE:
             for observe in self.observers.before_first_hook:
                 observe(self)
@@ -126,104 +128,100 @@ class Root:
         is_unobserved = not (is_in_context or self.observers.before_hook or self.observers.after_hook)
         if hook is _PRE_BACKWARD or hook in _WITHIN_BACKWARD:
             self.progress.is_unobserved = is_unobserved
-        return work if is_unobserved else functools.partial(self._observed, hook, work)
+        return _UNOBSERVED if is_unobserved else self._observed(hook, subject)
 
-    @runs_outside
-    def _observed(self, hook: Hook, work: Callable[[Any], None], subject: Any) -> None:
-        """Do the ``work`` of ``hook`` for ``subject`` outside of the caller's context, and tell observers of it."""
-        for observe in self.observers.before_hook:
-            observe(self, hook, subject)
-        try:
-            work(subject)
-        finally:
-            for observe in self.observers.after_hook:
+    @contextmanager
+    def _observed(self, hook: Hook, subject: Any) -> Iterator[None]:
+        """Leave the caller's context, and tell observers of ``hook`` of ``subject``."""
+        with outside_callers_context():
+            for observe in self.observers.before_hook:
                 observe(self, hook, subject)
+            try:
+                yield
+            finally:
+                for observe in self.observers.after_hook:
+                    observe(self, hook, subject)
 
     # -- forward
 
-    def pre_forward(self, state: FSDPState) -> None:
-        """A forward of a module of ``state`` begins."""
+    def pre_forward(self, call: ForwardCall) -> None:
+        """The forward ``call`` of a module begins."""
+        state = call.state
         if state is self._outermost or self._pass is BACKWARD:
             self._check_alive(state)
-        if state.run is None:  # else another module of the group ran before, and shares its run
-            self._around(_PRE_FORWARD, self._begin_run)(state)
-        call = state.calls_under_way[-1]
-        call.tape = tape = self.tape.events if self._pass is BACKWARD else self.tape.of_forward
-        call.number = len(tape)
-        tape.append(("pre_forward", state.group.name, call.number, torch.is_grad_enabled()))
-
-    def _begin_run(self, state: FSDPState) -> None:
-        recomputes, call = self._pass is BACKWARD, state.calls_under_way[-1]
-        if self._pass is IDLE:
-            self._begin_forward(state, call)
-        for observe in self.observers.begin_run:
-            observe(self, state)
-        if recomputes:
-            self.unshard(state, self.plans.eager(state.group.name, in_backward=True, recomputes=True), "backward")
+        if state.run is not None:  # another module of the group ran before, and shares its run
+            call.run = state.run
             return
-        call.planned = self.plans.next_run(state)
-        self.unshard(state, call.planned, "forward")
-        if len(state.module_ids) > 1:
-            call.remaining = set(state.module_ids)
-        state.run = call
-        for observe in self.observers.enter_forward:
-            observe(self, call)
+        with self._around(_PRE_FORWARD, state):
+            run, recomputes = Run(), self._pass is BACKWARD
+            if self._pass is IDLE:
+                self._begin_forward(call)
+            for observe in self.observers.begin_run:
+                observe(self, state)
+            call.run = run
+            if recomputes:  # each recomputation is a run of its own
+                self.unshard(state, self.plans.eager(state.group.name, in_backward=True, recomputes=True), "backward")
+                return
+            run.planned = self.plans.next_run(state)
+            self.unshard(state, run.planned, "forward")
+            if len(state.module_ids) > 1:
+                run.remaining = set(state.module_ids)
+            state.run = run
+            for observe in self.observers.enter_forward:
+                observe(self, call)
 
     def post_forward(self, call: ForwardCall, module_id: int) -> bool:
         """The forward ``call`` of a module has ended. Return whether a backward may come back to it."""
-        run, has_grad = call.state.run or call, torch.is_grad_enabled()  # each recomputation is a run of its own
-        call.tape.append(("post_forward", call.number, module_id, has_grad))
-        if run is not call:
-            call.first = run
+        run, has_grad, is_in_backward = call.run, torch.is_grad_enabled(), self._pass is BACKWARD
         if run.remaining:
             run.remaining.discard(module_id)
+        with self._around(_POST_FORWARD, call):
+            if not is_in_backward:
+                self._end_run(call, run)
         if has_grad:
-            call.is_recomputed = self._pass is BACKWARD
-        self._around(_POST_FORWARD, self._end_run)(call)
-        if has_grad and run.position < 0:  # not in the record of a forward: backward serves it eagerly
-            run.record, run.position = ForwardRecord(), 0
+            call.is_recomputed = is_in_backward
+            if run.position < 0:  # not in the record of a forward: backward serves it eagerly
+                run.record, run.position = ForwardRecord(), 0
         return has_grad
 
-    def _end_run(self, call: ForwardCall) -> None:
-        if self._pass is BACKWARD:
-            return  # the backward that asked for recomputation still needs the parameters
-        state, run = call.state, call.first or call
-        has_grad = self.leads_to_backward()
+    def _end_run(self, call: ForwardCall, run: Run) -> None:
+        state, has_grad = call.state, self.leads_to_backward()
         for observe in self.observers.end_run:
             observe(self, state)
         if run.record is NO_RECORD:
             run.record = self.plans.record
             run.position = self.plans.end_run(state, comes_back=has_grad and bool(state.group.plan.specs))
             if run.position >= 0:
-                self.progress.count(state, run.record)
+                self.progress.forwards.setdefault(run.record, set()).add(state)
         is_outermost = state is self._outermost
         if run.remaining and not is_outermost:
             return
         state.run = None
         self.free_after_forward(state, run.planned, has_grad=has_grad)
         if is_outermost:
-            self._around(Hook.END_FORWARD, self._end_forward)(state)
+            with self._around(Hook.END_FORWARD, state):
+                self._end_forward()
 
-    def _begin_forward(self, state: FSDPState, call: ForwardCall) -> None:
-        self._pass, self._outermost = FORWARD, state
+    def _begin_forward(self, call: ForwardCall) -> None:
+        self._pass, self._outermost = FORWARD, call.state
         self._passes.begin_forward(self, call)
         self.verify_ranks()
         if self.post_optimizer_event is not None:
             self.streams.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
-        self.progress.forget_before_step()
+        self._forget_before_step()
         self.drain_before_changes()
-        self._grad_mode = torch.is_grad_enabled()
+        self._grad_mode, forwards = torch.is_grad_enabled(), self.progress.forwards
+        if self._grad_mode and len(forwards) >= _MOST_FORWARDS:
+            del forwards[next(iter(forwards))]
         for observe in self.observers.begin_forward:
-            observe(self, state)
-        has_forwards, groups = self.progress.has_forwards, len(self.states)
-        self.tape.begin_forward(leads_to_backward=self._grad_mode, follows_forwards=has_forwards, groups=groups)
+            observe(self, call.state)
         for other in self.states.values():
             if other.kept is not None:
                 self.plans.drop_stale(other)
         self.plans.begin_forward(leads_to_backward=self._grad_mode)
 
-    def _end_forward(self, outermost: FSDPState) -> None:
+    def _end_forward(self) -> None:
         for observe in self.observers.end_forward:
             observe(self)
         self._pass, self._outermost = IDLE, None
@@ -242,8 +240,6 @@ class Root:
     def abort_forward(self, call: ForwardCall, error: BaseException | None) -> None:
         """Reshard the state of ``call``, a forward that raised. Return to IDLE if it is the outermost one."""
         state = call.state
-        if call.number >= 0:  # else its pre-forward has raised
-            call.tape.append(("abort", call.number))
         if error is not None:
             in_backward, ends_forward = self._pass is BACKWARD, state is self._outermost
             self._passes.note(self, error, state, in_backward=in_backward, ends_forward=ends_forward)
@@ -255,7 +251,7 @@ class Root:
         with suppress(PeerError, DivergenceError):  # the original error is being raised already
             if state is self._outermost:
                 self._back_to_idle()
-                self.progress.forget_forward(self.plans.record)
+                self.progress.forwards.pop(self.plans.record, None)
             else:
                 self.launcher.free(state.group)
 
@@ -263,87 +259,72 @@ class Root:
 
     def pre_backward(self, call: ForwardCall) -> None:
         """A gradient reached an output of ``call``."""
-        if self._pass is not BACKWARD or call.entered != self.progress.number:  # else one reached another output
-            self._around(_PRE_BACKWARD, self._enter_backward)(call)
-
-    def _enter_backward(self, call: ForwardCall) -> None:
-        if self._pass is not BACKWARD:
-            self._begin_backward()
-        if call.tape is self.tape.events:
-            call.tape.append(("pre_backward", call.number, _current_task()))
-        state, run = call.state, call.first or call
-        self._passes.reach(self, state)
-        self.progress.enter(call)
-        if call.is_recomputed and state in self.queue.waiting:
-            self.reduce_gradients(state)  # before a backward inside this one adds to them
-        for observe in self.observers.enter_backward:
-            observe(self, call)
-        if state.options.unshard_in_backward:
-            self.unshard(state, self.plans.backward_of(run.record, run.position, state.group.name), "backward")
+        if self._pass is BACKWARD and call.entered == self.progress.number:
+            return  # one reached another output
+        with self._around(_PRE_BACKWARD, call):
+            if self._pass is not BACKWARD:
+                self._begin_backward()
+            state, run = call.state, call.run
+            self._passes.reach(self, state)
+            self.progress.enter(call)
+            if call.is_recomputed and state in self.queue.waiting:
+                self.reduce_gradients(state)  # before a backward inside this one adds to them
+            for observe in self.observers.enter_backward:
+                observe(self, call)
+            if state.options.unshard_in_backward:
+                self.unshard(state, self.plans.backward_of(run.record, run.position, state.group.name), "backward")
 
     def gradient_ready(self, state: FSDPState) -> None:
         """The gradients of ``state`` are complete."""
-        self._around(_GRAD_READY, self._reduce_ready)(state)
-
-    def _reduce_ready(self, state: FSDPState) -> None:
-        if self._pass is not BACKWARD:
-            self._begin_backward()  # no hook saw an output of the module
-        self.tape.events.append(("gradient_ready", state.group.name, _current_task()))
-        if not self.progress.was_seen(state):
-            raise unseen_output(state)
-        if self._is_reduced_after_backward(state):
-            return
-        if state.open_calls <= 0 and state.options.reshard_after_backward and self.progress.is_over_for(state):
-            self.launcher.free(state.group)  # first, because the reduction allocates memory
-        if state.options.accumulation is not _SUM_UNSHARDED and not state.options.reduced_by_observer:
-            self.reduce_gradients(state)
+        with self._around(_GRAD_READY, state):
+            if self._pass is not BACKWARD:
+                self._begin_backward()  # no hook saw an output of the module
+            if not self.progress.was_seen(state):
+                raise unseen_output(state)
+            options = state.options
+            if state.open_calls > 0:
+                if self.launcher.has_streams and state.frees_before_reduction:
+                    return  # the post-backward will free the parameters, and then reduce
+            elif options.reshard_after_backward and self.progress.is_over_for(state):
+                self.launcher.free(state.group)  # first, because the reduction allocates memory
+            if options.accumulation is not _SUM_UNSHARDED and not options.reduced_by_observer:
+                self.reduce_gradients(state)
 
     def post_backward(self, call: ForwardCall) -> None:
         """The gradients of the inputs of ``call``, and of its use of the parameters, are complete."""
-        self._around(_POST_BACKWARD, self._leave_backward)(call)
-
-    def _leave_backward(self, call: ForwardCall) -> None:
-        if self._pass is not BACKWARD:
-            self._begin_backward()  # the output is the input
-        state, run = call.state, call.first or call  # Note: run and call
-        is_arriving = state.group.gradient_state is _ARRIVING
-        if call.tape is self.tape.events:
-            call.tape.append(("post_backward", call.number, is_arriving, _current_task()))
-        self.progress.leave(call)
-        for observe in self.observers.leave_backward:
-            observe(self, call)
-        if run.position in run.record.unseen:
-            return  # the last gradient, or the end of backward, comes later. Note: ends that no hook sees
-        if run.awaited <= 0:  # Note: order of free, wait and reduce
-            for owner in (state, *state.owner_states):
-                if owner.options.reshard_after_backward and not owner.user_states:
-                    self.launcher.free(owner.group)
-        if state.open_calls > 0 or state in self.queue.waiting or state.options.reduced_by_observer:
-            return
-        self.reduce_gradients(state)
+        with self._around(_POST_BACKWARD, call):
+            if self._pass is not BACKWARD:
+                self._begin_backward()  # the output is the input
+            state, run = call.state, call.run  # Note: run and call
+            self.progress.leave(call)
+            for observe in self.observers.leave_backward:
+                observe(self, call)
+            if run.position in run.record.unseen:
+                return  # the last gradient, or the end of backward, comes later. Note: ends that no hook sees
+            if run.awaited <= 0:  # Note: order of free, wait and reduce
+                for owner in (state, *state.owner_states):
+                    if owner.options.reshard_after_backward and not owner.user_states:
+                        self.launcher.free(owner.group)
+            if state.open_calls <= 0 and state not in self.queue.waiting and not state.options.reduced_by_observer:
+                self.reduce_gradients(state)
 
     def end_backward(self) -> None:
         """Autograd has run the backward: reduce what is left, reshard, and wait if this is the step's last one."""
-        self._around(Hook.END_BACKWARD, self._end_backward)(self.root_state)
-
-    def _end_backward(self, _: FSDPState) -> None:
-        states = self.states.items()
-        arriving = [name for name, state in states if state.group.gradient_state is _ARRIVING]
-        self.tape.end_backward(arriving)
-        for observe in self.observers.end_backward:
-            observe(self)
-        self.progress.end()
-        self.queue.clear_waiting()
-        for state in self.states.values():
-            self._end_backward_of(state)
-        works = [work for observe in self.observers.before_end for work in observe(self, BACKWARD)]
-        self.finalization.end_backward()
-        if self.waits_after_backward:
-            self.finish_reductions()
-        for work in works:
-            work.wait()
-        self._passes.end_backward(self)
-        self._pass, self.progress.is_in_forward = FORWARD if self.progress.is_in_forward else IDLE, False
+        with self._around(Hook.END_BACKWARD, self.root_state):
+            for observe in self.observers.end_backward:
+                observe(self)
+            self.progress.end()
+            self.queue.waiting.clear()
+            for state in self.states.values():
+                self._end_backward_of(state)
+            works = [work for observe in self.observers.before_end for work in observe(self, BACKWARD)]
+            self.finalization.end_backward()
+            if self.waits_after_backward:
+                self.finish_reductions()
+            for work in works:
+                work.wait()
+            self._passes.end_backward(self)
+            self._pass, self.progress.is_in_forward = FORWARD if self.progress.is_in_forward else IDLE, False
 
     def _end_backward_of(self, state: FSDPState) -> None:
         """Reduce or hold what is left of ``state``'s gradients, and free or keep its parameters."""
@@ -368,7 +349,6 @@ class Root:
         self.check_available()
         self.progress.begin(is_in_forward=self._pass is FORWARD)
         self._pass = BACKWARD
-        self.tape.bound(len(self.states))
         self.drain_before_changes()
         self.launcher.at_end_of_backward(self._passes.begin_backward(self))
         self.plans.begin_backward()
@@ -376,10 +356,6 @@ class Root:
         for state in self.states.values():
             if state.group.were_summed:
                 state.group.hold_set_gradients()
-
-    def _is_reduced_after_backward(self, state: FSDPState) -> bool:
-        """Return whether the post-backward of ``state`` will reduce its gradients, once its parameters are freed."""
-        return state.open_calls > 0 and self.launcher.has_streams and state.frees_before_reduction
 
     # -- actions of several hooks
 
@@ -446,7 +422,7 @@ class Root:
 
     def act_by(self, launcher: Launcher) -> None:
         """Let ``launcher`` do what this root decides from now on."""
-        self.launcher = self.plans.launcher = self.queue.launcher = launcher
+        self.launcher = self.plans.launcher = launcher
 
     @property
     def streams(self) -> CommStreams:
@@ -571,7 +547,7 @@ class Root:
             for observe in self.observers.have_met:
                 observe(self)
             self.plans.forget()
-        self.progress.forget_forwards()
+        self.progress.forwards.clear()
         for observe in self.observers.after_reset:
             observe(self)
 
@@ -587,16 +563,20 @@ class Root:
             self.launcher.free(state.group)
             state.open_calls, state.kept, state.run = 0, None, None
         self.progress.forget()
-        self.queue.clear_waiting()
+        self.queue.waiting.clear()
         self._passes.end(self)
         self._pass, self._outermost, self.progress.is_in_forward = IDLE, None, False
         self.finalization.forget()
-        self.tape = Tape()
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""
-        self.progress.forget_before_step()
-        return any(user.runs for user in (state, *alive(state.user_states)))
+        self._forget_before_step()
+        return self.progress.may_come_back_to((state, *alive(state.user_states)))
+
+    def _forget_before_step(self) -> None:
+        """Forget the forwards from before the last optimizer step: they get no backward."""
+        if self.plans.steps.number != self.plans.seen_steps:
+            self.progress.forwards.clear()
 
     def has_shards_in(self, storages: Container[int]) -> bool:
         """Return whether any shard is in one of ``storages``, the C addresses of ``torch.UntypedStorage``."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -144,44 +144,6 @@ class ForwardRecord:
         return reached
 
 
-_EVENTS_PER_GROUP = 128
-"""A tape with more events is given up: no backward follows its forwards, or many backwards follow one of them."""
-
-
-class Tape:
-    """The events of one step, for dry runs: forwards that lead to a backward, and the backwards after them.
-
-    Attributes:
-        events: the events, each a hook with what it cannot look up later.
-        of_forward: the events of the current or last forward: those of a step, or of a forward without a backward.
-        is_whole: False after the beginning of the step was given up, until the next forward that leads to a backward.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
-        self.of_forward = self.events
-        self.is_whole = True
-        self._has_backward = False
-
-    def begin_forward(self, *, leads_to_backward: bool, follows_forwards: bool, groups: int) -> None:
-        """Begin a forward, and a new tape if it is the first one of a step."""
-        self.bound(groups)
-        if leads_to_backward and not (self.is_whole and (follows_forwards or not self._has_backward)):
-            self.events, self.is_whole, self._has_backward = [], True, False
-        self.of_forward = self.events if leads_to_backward else []
-
-    def bound(self, groups: int) -> None:
-        """Give up the events so far if they are too many for a root with so many ``groups``."""
-        if len(self.events) > _EVENTS_PER_GROUP * (groups + 1):
-            self.events, self.is_whole = [], False
-
-    def end_backward(self, arriving: Sequence[str]) -> None:
-        """End a backward, after which the gradients of the groups ``arriving`` were not complete."""
-        if self.events and self.events[-1][0] != "end_backward":  # else it was inside a forward that is not recorded
-            self.events.append(("end_backward", arriving))
-            self._has_backward = True
-
-
 NO_RECORD = ForwardRecord()
 """The record of runs that have not ended, and of recomputations without grad. Nothing is written to it."""
 
@@ -190,64 +152,57 @@ NO_RECORD = ForwardRecord()
 #
 # A call is one forward of one module. A run is what unshards and reshards a group once: of a group of one module, each
 # call is a run. ``fully_shard([a, b])`` makes one group of two modules: ``a(x); b(y)`` are two calls and one run, which
-# begins before ``a`` and ends after ``b``. ``run = call.first or call`` is the call that has the fields of the run.
+# begins before ``a`` and ends after ``b``. All calls of a run have it as ``call.run``.
 # A module that is called three times before its backward makes three runs, and three positions in the record.
 # A recomputation by activation checkpointing is a run of its own, without a position: the backward that caused it is
 # under way, so it is gathered eagerly and never freed by its own end.
 
 
-@dataclass(slots=True, eq=False, repr=False)
+class Run:
+    """One use of a group in a forward, from the first module that begins to the last one that ends.
+
+    Attributes:
+        remaining: the ids of the modules that have not run yet; ``None`` for a group of one module.
+        planned: the part of the plan for the run; ``None`` if none was made.
+        record: the record of the forward, once it has the end of the run.
+        position: the index of the run in the record.
+        seen: the versions of the parameters, if an observer compares them in backward.
+        awaited: the number of calls whose input gradients are not ready yet.
+    """
+
+    __slots__ = ("awaited", "planned", "position", "record", "remaining", "seen")
+
+    def __init__(self) -> None:
+        self.remaining: set[int] | None = None
+        self.planned = self.seen = cast(Any, None)
+        self.record, self.position, self.awaited = NO_RECORD, -1, 0
+
+
+NO_RUN = Run()
+"""The run of calls inside another call of the same state. Nothing is written to it."""
+
+
 class ForwardCall:
     """One forward call of a module, from its beginning to the end of its backward.
 
     The state owns it while the module runs, and then the autograd graph. Calls without grad, and calls inside another
     call of the same state, end with forward.
 
-    The modules of one group unshard and reshard it together, in one *run*: from the first of them that begins to the
-    last that ends. The first call of a run has what the run's calls share, and the others refer to it. A group of one
-    module has a run for each call, and so does every recomputation.
+    Args:
+        state: the state of the module.
+        root: the root that the call is a part of.
+        caller: the Python frame that runs the call, until the call ends.
+        handled_exception: the exception that was being handled when the call began. If another one is at its end, the
+            call raised it.
+        is_inner: True if the call is inside another call of the same state, e.g. ``forward`` in a registered
+            ``generate``.
     """
 
-    state: FSDPState
-    root: Any
-    """The root that the call is a part of."""
-
-    # Until the call ends.
-
-    caller: FrameType | None
-    """The Python frame that runs the call."""
-    handled_exception: BaseException | None
-    """The exception that was being handled when the call began. If another one is at its end, the call raised it."""
-    is_inner: bool
-    """True if the call is inside another call of the same state, e.g. ``forward`` in a registered ``generate``."""
-    thread: int = field(default_factory=threading.get_ident)
+    # Defaults of the class: an assignment to each in ``__init__`` would take host time in every call.
+    run: Run = NO_RUN
     inputs: CallInputs = NO_INPUTS
     at_end: Callable[[], None] | None = None
     """Called when the call ends, also after an exception. Set by an observer."""
-
-    # Of the run, in its first call.
-
-    first: ForwardCall | None = None
-    """The first call of the run, or ``None`` if it is this one."""
-    remaining: set[int] | None = None
-    """The ids of the modules that have not run yet; ``None`` for a group of one module."""
-    planned: Any = None
-    """The part of the plan for the run; ``None`` if none was made."""
-    record: ForwardRecord = NO_RECORD
-    """The record of the forward, once it has the end of the run."""
-    position: int = -1
-    seen: Any = None
-    """The versions of the parameters, if an observer compares them in backward."""
-    awaited: int = 0
-    """The number of calls whose input gradients are not ready yet."""
-
-    # Of the events that its root records.
-
-    tape: list[tuple[Any, ...]] = field(default_factory=list)
-    number: int = -1
-
-    # In backward.
-
     is_recomputed: bool = False
     """True if it ran inside a backward. That backward may never reach its inputs: some recomputations only refill."""
     awaits: bool = False
@@ -256,6 +211,18 @@ class ForwardCall:
     """True while it counts in the ``open_calls`` of its state."""
     entered: int = -1
     """The number of the backward in which a gradient last reached an output of this call."""
+
+    def __init__(
+        self,
+        state: FSDPState,
+        root: Any,
+        caller: FrameType | None = None,
+        handled_exception: BaseException | None = None,
+        is_inner: bool = False,
+    ) -> None:
+        self.state, self.root, self.is_inner = state, root, is_inner
+        self.caller, self.handled_exception = caller, handled_exception
+        self.thread = threading.get_ident()
 
     @property
     def name(self) -> str:
@@ -295,14 +262,11 @@ class ForwardCall:
 
     def end_unseen(self) -> None:
         """Note that no hook will report the gradients of this call's inputs."""
-        self.tape.append(("end_unseen", self.number))
-        run = self.first or self
-        run.record.unseen.add(run.position)
+        self.run.record.unseen.add(self.run.position)
 
     def await_inputs(self) -> None:
         """Note that a hook will report the gradients of this call's inputs."""
-        self.tape.append(("await_inputs", self.number))
-        (self.first or self).awaited += 1
+        self.run.awaited += 1
         self.awaits = True
         if not self.is_recomputed:
             self.open()
@@ -314,7 +278,7 @@ class ForwardCall:
 
     def close(self) -> None:
         """Note that backward has reached the inputs."""
-        (self.first or self).awaited -= 1
+        self.run.awaited -= 1
         if self.is_open:
             self.is_open = False
             self.state.open_calls -= 1
@@ -335,8 +299,6 @@ class FSDPState:
     ) -> None:
         self._modules = tuple(map(ref, modules))
         self.module_ids = frozenset(map(id, modules))
-        self.class_name = ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
-        """The original class names of the modules, for errors."""
         self.group = group
         self.options = options
         self.owner_states = tuple(owner_states)
@@ -347,12 +309,10 @@ class FSDPState:
         self.has_nested_states = any(find_state(m) not in (None, self) for module in modules for m in module.modules())
         self.calls_under_way: list[ForwardCall] = []
         """The forward calls on the Python stack, innermost last."""
-        self.run: ForwardCall | None = None
-        """The first call of the current forward run of the modules."""
+        self.run: Run | None = None
+        """The current forward run of the modules."""
         self.open_calls = 0
         """The number of forward calls whose input gradients this backward has not reached."""
-        self.runs = 0
-        """The number of forward runs that a backward may still reach."""
         self.kept: Kept | None = None
         """Set while the group is kept unsharded between passes."""
         self.stays: bool | None = None
@@ -387,6 +347,11 @@ class FSDPState:
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules in the order given, without those that were garbage-collected."""
         return tuple(module for known in self._modules if (module := known()) is not None)
+
+    @property
+    def class_name(self) -> str:
+        """The original class names of the modules, for errors."""
+        return ", ".join(type(module).__name__.removeprefix("FSDP") for module in self.modules)
 
     @property
     def root(self) -> Any:
@@ -486,16 +451,6 @@ class FSDPState:
         return not self.group.plan.is_custom
 
     @property
-    def params_after_nested(self) -> list[int]:
-        """The indices of the parameters whose modules follow a nested group in module order."""
-        if not self.has_nested_states:
-            return []
-        order = [m for module in self.modules for m in module.modules()]
-        first = next((at for at, m in enumerate(order) if find_state(m) not in (None, self)), len(order))
-        later = {id(module) for module in order[first:]}
-        return [i for i, p in enumerate(self.group.parameters) if any(id(module) in later for module, _ in p.owners)]
-
-    @property
     def frees_with_last_gradient(self) -> bool:
         """True if the modules' backward needs no parameter once all gradients are ready."""
         plan = self.group.plan
@@ -548,6 +503,11 @@ def find_state(module: nn.Module) -> FSDPState | None:
     """Return the state that ``fully_shard`` attached to ``module``, or ``None``."""
     state = vars(module).get(_STATE_ATTRIBUTE)
     return state if isinstance(state, FSDPState) else None
+
+
+def states_below(module: nn.Module) -> list[FSDPState]:
+    """Return the FSDP states of ``module`` and its submodules, each once."""
+    return list(dict.fromkeys(state for m in module.modules() if (state := find_state(m)) is not None))
 
 
 def state_of(module: nn.Module) -> FSDPState:

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp._core.extents import Box, plain_name
+from composable_fsdp._extents import Box, plain_name
 from composable_fsdp._files import Directory, delete, read_text, regular_file
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,

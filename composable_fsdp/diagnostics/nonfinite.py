@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp._consistency.verify_ranks import gather_rows
 from composable_fsdp._core.comm import communicator_over
-from composable_fsdp._core.extents import parameters_at_rest
 from composable_fsdp._core.params import local_part
+from composable_fsdp._extents import parameters_at_rest
 
 __all__ = ["find_nonfinite"]
 

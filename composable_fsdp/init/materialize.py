@@ -17,12 +17,11 @@ from composable_fsdp._api.allocate_shards import allocated_shards
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.process_groups import broadcast_
 from composable_fsdp._consistency.verify_ranks import verify_same
-from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.mesh import data_parallel_axes
 from composable_fsdp._core.params import ShardedParameter
-from composable_fsdp._core.registration import ParamPlace, registered_buffers, registered_parameters
+from composable_fsdp._core.registration import ParamPlace, registered_parameters
 from composable_fsdp._core.seams import OBSERVERS
-from composable_fsdp._core.state import FSDPState, Ignored, find_state, state_of_parameter
+from composable_fsdp._core.state import FSDPState, Ignored, find_state, state_of_parameter, states_below
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.init.random_shards import ShardedRandom, seeded
 from composable_fsdp.plugins.full_params import (
@@ -87,7 +86,7 @@ def _allocate_meta(
     Shared tensors stay shared.
     """
     shared = [entry for entry in registered_parameters(module) if len(entry.places) > 1]
-    buffers = registered_buffers(module)
+    buffers = _registered_buffers(module)
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         device = device_of(tensor)
@@ -103,6 +102,16 @@ def _allocate_meta(
     for (first, name), *others in buffers:
         for owner, attribute in others:
             owner._buffers[attribute] = first._buffers[name]
+
+
+def _registered_buffers(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the (module, attribute) pairs of each buffer of ``module`` and its submodules."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                places.setdefault(id(buffer), []).append((owner, name))
+    return list(places.values())
 
 
 def _meta_non_persistent_buffers(module: nn.Module, recurse: bool) -> list[str]:

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from composable_fsdp._core.extents import extent_of, like, states_below
 from composable_fsdp._core.memory import default_generator
 from composable_fsdp._core.params import local_part
-from composable_fsdp._core.state import FSDPState
+from composable_fsdp._core.state import FSDPState, states_below
+from composable_fsdp._extents import extent_of, like
 from composable_fsdp.errors import UnsupportedError
 
 __all__ = ["sharded_rng"]

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_fsdp._core.extents import like
+from composable_fsdp._extents import like
 
 __all__ = ["gradient_of", "local_copies_of"]
 

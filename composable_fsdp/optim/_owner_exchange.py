@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._core.extents import Box
 from composable_fsdp._core.layout import ALIGNMENT_BYTES, aligned_bytes
 from composable_fsdp._core.memory import current_device
 from composable_fsdp._core.params import find_parameter
+from composable_fsdp._extents import Box
 from composable_fsdp.errors import DivergenceError, PeerError
 from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, message_limit, replicas_together
 from composable_fsdp.optim._owner_units import Coordinate, Unit, tiling_of

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from composable_fsdp._core.extents import Box, Cut, ShardExtent
 from composable_fsdp._core.layout import aligned_bytes
 from composable_fsdp._core.params import find_parameter
+from composable_fsdp._extents import Box, Cut, ShardExtent
 
 __all__ = ["AxisCut", "Coordinate", "Slot", "Tiling", "Unit", "axis_cuts", "tiling_of"]
 

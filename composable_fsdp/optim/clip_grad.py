@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable_fsdp._core.extents import parameters_at_rest
 from composable_fsdp._core.memory import group_by_key, widest_float
 from composable_fsdp._core.params import local_part
+from composable_fsdp._extents import parameters_at_rest
 from composable_fsdp.errors import ConfigurationError, GradientError, MeshError
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]

@@ -15,8 +15,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_fsdp._core.extents import Box, like
 from composable_fsdp._core.params import local_part
+from composable_fsdp._extents import Box, like
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._local_step import gradient_of, local_copies_of
 from composable_fsdp.optim._owner_exchange import OwnerPlans, is_planned, title_of

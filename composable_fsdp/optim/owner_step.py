@@ -15,9 +15,9 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from composable_fsdp._core.extents import Box, like
 from composable_fsdp._core.mesh import as_dtensor
 from composable_fsdp._core.params import local_part
+from composable_fsdp._extents import Box, like
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._local_step import gradient_of
 from composable_fsdp.optim._owner_exchange import (

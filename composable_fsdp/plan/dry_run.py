@@ -2,9 +2,8 @@
 
 The launcher of a dry run only notes what it is told.
 
-A root and its calls record the events of the last step: hooks, with what they cannot look up. A dry group has the
-frozen plan of a real one, its state tables, and no parameters. Observers that act on groups
-(``is_replayed``) are attached to the dry root too.
+Events are recorded from the first schedule on. A dry group has the frozen plan of a real one, its state tables, and no
+parameters. Observers that act on groups (``is_replayed``) are attached to the dry root too.
 """
 
 from __future__ import annotations
@@ -16,17 +15,26 @@ from dataclasses import dataclass, replace
 from html import escape
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from composable_fsdp._core.events import Event, GradientState, Hook, ParameterOperation, ParameterState, Pass
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.group_plan import GroupPlan
-from composable_fsdp._core.launch import ReductionLaunch
+from composable_fsdp._core.launch import GroupReduction
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import OBSERVERS, Observer
-from composable_fsdp._core.state import BackwardWrappers, ForwardCall, ForwardRecord, FSDPState, Kept, Options, alive
+from composable_fsdp._core.state import (
+    BackwardWrappers,
+    ForwardCall,
+    ForwardRecord,
+    FSDPState,
+    Kept,
+    Options,
+    alive,
+    find_state,
+)
 from composable_fsdp.errors import MissingNameError
 
 
@@ -142,12 +150,116 @@ class Schedule:
         )
 
 
+_EVENTS_PER_GROUP = 128
+"""With more events, a step is given up: no backward follows its forwards, or many backwards follow one of them."""
+
+
+class StepRecorder(Observer):
+    """Records the events of each step of a root, from the moment on in which :meth:`of` attaches it.
+
+    A step is the forwards that lead to a backward, and the backwards after them. An event is a hook, with what a dry
+    run cannot look up later.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[tuple[Any, ...]] = []
+        self._of_forward = self._events
+        """The events of the current or last forward: those of the step, or of a forward without a backward."""
+        self._is_whole = self._has_backward = False
+        self._numbers: WeakKeyDictionary[ForwardCall, tuple[list[tuple[Any, ...]], int]] = WeakKeyDictionary()
+        """The list that has the pre-forward of each call, and its index there."""
+        self._open: list[ref[ForwardCall]] = []
+        """The calls that have begun, and not ended as far as events tell, innermost last."""
+        self._ended: ref[ForwardCall] | None = None
+        """The call that ended last, whose output nodes were not known at that event."""
+
+    @classmethod
+    def of(cls, root: Root) -> StepRecorder:
+        """Return the recorder of ``root``, which is attached to it now if it had none."""
+        found = next((each for each in root.observers.attached if isinstance(each, cls)), None) or cls()
+        root.observers.add(found)
+        return found
+
+    @property
+    def step(self) -> list[tuple[Any, ...]] | None:
+        """The events of the last step, or ``None`` if they are not known from its beginning on."""
+        self._complete(None)
+        return self._events if self._is_whole and self._events else None
+
+    def begin_forward(self, root: Any, outermost: FSDPState) -> None:
+        self._complete(None)
+        leads_to_backward, follows_forwards = torch.is_grad_enabled(), bool(root.progress.forwards)
+        self._bound(root)
+        if leads_to_backward and not (self._is_whole and (follows_forwards or not self._has_backward)):
+            self._events, self._is_whole, self._has_backward = [], True, False
+        self._of_forward = self._events if leads_to_backward else []
+
+    def _bound(self, root: Any) -> None:
+        if len(self._events) > _EVENTS_PER_GROUP * (len(root.states) + 1):
+            self._events, self._is_whole = [], False
+
+    def _complete(self, ending: ForwardCall | None) -> None:
+        """Record what has come since the last event: calls that raised, and the nodes of the one that ended last."""
+        last, self._ended = self._ended() if self._ended is not None else None, None
+        if last is not None and (last.awaits or last.run.position in last.run.record.unseen):
+            events, number = self._numbers[last]
+            events.append(("await_inputs" if last.awaits else "end_unseen", number))
+        while self._open:
+            innermost = self._open[-1]()
+            if innermost is ending or (innermost is not None and innermost.caller is not None):
+                return
+            self._open.pop()
+            if innermost is not None:
+                events, number = self._numbers[innermost]
+                events.append(("abort", number))
+
+    def enter_call(self, root: Any, call: ForwardCall) -> None:
+        self._complete(None)
+        events = self._events if root.current_pass is Pass.BACKWARD else self._of_forward
+        self._numbers[call] = events, len(events)
+        self._open.append(ref(call))
+        events.append(("pre_forward", call.name, len(events), torch.is_grad_enabled()))
+
+    def before_hook(self, root: Any, hook: Hook, subject: Any) -> None:
+        if hook in (Hook.PRE_FORWARD, Hook.END_FORWARD):  # the latter is inside of the post-forward of a call
+            return
+        task, is_call = torch._C._current_graph_task_id(), isinstance(subject, ForwardCall)
+        self._complete(subject if hook is Hook.POST_FORWARD else None)
+        if hook in (Hook.PRE_BACKWARD, Hook.GRAD_READY) and root.current_pass is not Pass.BACKWARD:
+            self._bound(root)
+        events, number = self._numbers.get(subject, ([], -1)) if is_call else (self._events, -1)
+        if hook is Hook.POST_FORWARD and number >= 0:
+            self._open.pop()
+            self._ended, left = ref(subject), subject.run.remaining
+            left = None if left is None else frozenset(left)
+            events.append(("post_forward", number, left, torch.is_grad_enabled()))
+        elif hook is Hook.PRE_BACKWARD and events is self._events:
+            events.append(("pre_backward", number, task))
+        elif hook is Hook.GRAD_READY:
+            events.append(("gradient_ready", subject.name, task))
+        elif hook is Hook.POST_BACKWARD and events is self._events:
+            is_arriving = subject.state.group.gradient_state is GradientState.ARRIVING
+            events.append(("post_backward", number, is_arriving, task))
+        elif hook is Hook.END_BACKWARD and events and events[-1][0] != "end_backward":
+            arriving = [n for n, s in root.states.items() if s.group.gradient_state is GradientState.ARRIVING]
+            events.append(("end_backward", arriving))
+            self._has_backward = True
+
+    def failed(self, root: Any, running: object) -> None:
+        self.after_reset(root)
+
+    def after_reset(self, root: Any) -> None:
+        self._events, self._is_whole, self._has_backward, self._ended = [], False, False, None
+        self._open.clear()
+
+
 def schedule_of(root: Root) -> Schedule:
     """Return the schedule of the next step of ``root``, if it has the events of the last one and a step of optimizers.
 
-    Before a first backward it has the forward only, and before a first forward it is empty.
+    From the first call on, the events of steps are recorded. Until then they are those of an ordinary step in the order
+    of the last forward. Before a first forward it is empty.
     """
-    events = root.tape.events if root.tape.is_whole else None
+    events = StepRecorder.of(root).step
     replay = Replay(root, Snapshot.of(root, has_stepped=True, at_rest=not events))
     replay.play(events or events_of(root.plans.known, root.states))
     return Schedule(tuple(Step(event, tuple(actions)) for event, actions in replay.steps))
@@ -171,11 +283,12 @@ def events_of(record: ForwardRecord, states: Mapping[str, FSDPState]) -> list[tu
             events.append(("pre_forward", name, len(events), True))
             continue
         number, position = running[name].pop(), len(positions)
-        first, *others = states[name].module_ids
+        _, *others = states[name].module_ids
         comes_back = position < len(ended) and ended[position] == name
-        events.append(("post_forward", number, first, True))
-        for module_id in others:  # modules of the same run
-            events += [("pre_forward", name, len(events), True), ("post_forward", len(events), module_id, True)]
+        events.append(("post_forward", number, frozenset(others) if others else None, True))
+        for at in range(len(others)):  # modules of the same run
+            later = frozenset(others[at + 1 :])
+            events += [("pre_forward", name, len(events), True), ("post_forward", len(events), later, True)]
         order.append((False, name, number))
         if comes_back:
             positions[number] = position
@@ -185,7 +298,7 @@ def events_of(record: ForwardRecord, states: Mapping[str, FSDPState]) -> list[tu
     for begins, name, number in reversed(order):
         if number not in positions:
             continue
-        plan, early = states[name].group.plan, states[name].params_after_nested
+        plan, early = states[name].group.plan, _params_after_nested(states[name])
         trainable = {index for index, spec in enumerate(plan.specs) if spec.trainable}
         is_early = bool(trainable) and trainable <= set(early) and runs[name] == 1
         left[name] -= begins
@@ -196,6 +309,16 @@ def events_of(record: ForwardRecord, states: Mapping[str, FSDPState]) -> list[tu
         if begins and positions[number] not in record.unseen:
             events.append(("post_backward", number, False, 0))
     return [*events, ("end_backward", ())] if positions else events
+
+
+def _params_after_nested(state: FSDPState) -> list[int]:
+    """Return the indices of the parameters whose modules follow a nested group in module order."""
+    if not state.has_nested_states:
+        return []
+    order = [m for module in state.modules for m in module.modules()]
+    first = next((at for at, m in enumerate(order) if find_state(m) not in (None, state)), len(order))
+    later = {id(module) for module in order[first:]}
+    return [i for i, p in enumerate(state.group.parameters) if any(id(module) in later for module, _ in p.owners)]
 
 
 @dataclass(frozen=True)
@@ -212,7 +335,6 @@ class GroupSnapshot:
     is_frozen: bool = False
     is_stale: bool = False
     was_flipped: bool = False
-    runs: int = 0
 
 
 @dataclass(frozen=True)
@@ -244,12 +366,11 @@ class Snapshot:
                     parameters=state.group.parameter_state,
                     gradients=group.gradient_state,
                     were_summed=group.were_summed,
-                    has_partial=group.has_partial,
+                    has_partial=group.partial is not None,
                     is_kept=kept is not None,
                     is_frozen=kept is not None and kept.is_frozen,
                     is_stale=has_changed or root.plans.is_stale(state),
                     was_flipped=state.group.was_flipped,
-                    runs=state.runs,
                 )
         plans, waits = root.plans, root.waits_after_backward
         dissolved = [] if at_rest else [state.name for state in root.queue.dissolved]
@@ -294,7 +415,6 @@ class Replay:
             cast(DryGroup, state.group).restore(of_group)
             kept = Kept(-of_group.is_stale, plans.steps.number, of_group.is_frozen)
             state.kept = kept if of_group.is_kept else None
-            state.runs = of_group.runs
         plans.refresh()
         if not self._restored:
             root.queue.dissolve(root.states[name] for name in snapshot.dissolved)
@@ -332,16 +452,18 @@ class Replay:
 
     def _pre_forward(self, name: str, number: int, has_grad: bool) -> None:
         state = self._root.states[name]
-        call = self._calls[number] = ForwardCall(state, self._root, None, None, False)
+        call = self._calls[number] = ForwardCall(state, self._root)
         state.calls_under_way.append(call)
         with torch.set_grad_enabled(has_grad):
-            self._root.pre_forward(state)
+            self._root.pre_forward(call)
 
-    def _post_forward(self, number: int, module_id: int, has_grad: bool) -> None:
+    def _post_forward(self, number: int, left: frozenset[int] | None, has_grad: bool) -> None:
         call = self._calls[number]
         call.state.calls_under_way.remove(call)
+        if left is not None:
+            call.run.remaining = set(left)
         with torch.set_grad_enabled(has_grad):
-            self._root.post_forward(call, module_id)
+            self._root.post_forward(call, -1)
 
     def _abort(self, number: int) -> None:
         call = self._calls[number]
@@ -407,7 +529,7 @@ class DryGroup(ParamGroup):
     def restore(self, snapshot: GroupSnapshot) -> None:
         self.plan, self.parameter_state, self.was_flipped = snapshot.plan, snapshot.parameters, snapshot.was_flipped
         self.gradient_state, self.were_summed = snapshot.gradients, snapshot.were_summed
-        self.restore_partial(cast(Any, _SUMS) if snapshot.has_partial else None)
+        self.partial = cast(Any, _SUMS) if snapshot.has_partial else None
 
 
 class DryLauncher:
@@ -434,18 +556,16 @@ class DryLauncher:
         if group.change(ParameterOperation.SHRINK) is not None:
             self._note(Shrink(group.name, mesh_size))
 
-    def reduce(self, launch: ReductionLaunch) -> Any:
-        self._note(Reduce(tuple(member.name for member in launch.members), launch.partial))
-        for member in launch.members:
-            member.begin_reduction(cast(Any, _SUMS), partial=launch.partial)
-        return SimpleNamespace(launch=launch)
+    def reduce(self, reduction: GroupReduction) -> None:
+        self._note(Reduce(tuple(member.name for member in reduction.members), reduction.partial))
+        for member in reduction.members:
+            member.begin_reduction(cast(Any, _SUMS), partial=reduction.partial)
 
-    def start(self, reduction: Any) -> None: ...
+    def start(self, reduction: GroupReduction) -> None: ...
 
-    def finish(self, reduction: Any, unread: Any = None) -> None:
-        launch: ReductionLaunch = reduction.launch
-        for member in launch.members:
-            member.end_reduction(partial=launch.partial)
+    def finish(self, reduction: GroupReduction, unread: Any = None) -> None:
+        for member in reduction.members:
+            member.end_reduction(partial=reduction.partial)
         self._note(WaitReduce(1))
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None: ...

@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._consistency.process_groups import broadcast_
-from composable_fsdp._core.extents import assemble_full, extent_of, states_below
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import is_being_called
 from composable_fsdp._core.params import ShardedParameter, as_parameter
 from composable_fsdp._core.registration import ParamPlace, registered_parameters
 from composable_fsdp._core.seams import Observer
-from composable_fsdp._core.state import FSDPState, alive, find_state
+from composable_fsdp._core.state import FSDPState, alive, find_state, states_below
+from composable_fsdp._extents import assemble_full, extent_of
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 
 __all__ = [

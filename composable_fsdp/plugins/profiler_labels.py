@@ -14,7 +14,7 @@ from torch.autograd import profiler
 
 from composable_fsdp._core.events import Hook, ParameterState, describe_groups
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.launch import Launcher, PendingReduction, ReductionLaunch
+from composable_fsdp._core.launch import GroupReduction, Launcher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.seams import ObservedRoot, Observer
 
@@ -110,12 +110,12 @@ class _LabelledLauncher:
         with _label_if("all_gather_copy_out", _awaited(group)):
             self.labelled.free(group)
 
-    def reduce(self, launch: ReductionLaunch) -> PendingReduction:
-        with _label_if("post_backward_reduce", [member.name for member in launch.members]):
-            return self.labelled.reduce(launch)
+    def reduce(self, reduction: GroupReduction) -> None:
+        with _label_if("post_backward_reduce", [member.name for member in reduction.members]):
+            self.labelled.reduce(reduction)
 
-    def finish(self, reduction: PendingReduction, unread: list[PendingReduction] | None = None) -> None:
-        with _label_if("post_backward_rs_wait", [member.name for member in reduction.launch.members]):
+    def finish(self, reduction: GroupReduction, unread: list[GroupReduction] | None = None) -> None:
+        with _label_if("post_backward_rs_wait", [member.name for member in reduction.members]):
             self.labelled.finish(reduction, unread)
 
 

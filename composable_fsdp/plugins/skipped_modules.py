@@ -98,9 +98,9 @@ class _CurrentForward(Observer):
     # -- backward
 
     def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
-        run, self._backward = call.first or call, call.entered
+        self._backward = call.entered
         if call.state.group.plan.specs:
-            self._reach(root, run.record, run.position, call.state)
+            self._reach(root, call.run.record, call.run.position, call.state)
 
     def _reach(self, root: ObservedRoot, record: ForwardRecord, position: int, running: FSDPState | None) -> None:
         """Join the collectives of the groups that backward skipped before ``running`` at ``position`` of ``record``.

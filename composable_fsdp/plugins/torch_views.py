@@ -103,7 +103,7 @@ def _pre_forward_through_others(
     """Do the work of the pre-forward hook, called by a function of a client."""
     call = hooks.begin(_frame_of_call(module))
     if not call.is_inner:
-        call.root.pre_forward(call.state)
+        call.root.pre_forward(call)
     return hooks.take_inputs(call, args, kwargs)
 
 

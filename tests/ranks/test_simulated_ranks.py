@@ -96,9 +96,11 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
                 group.reshard()
                 assert group.parameter_state is ParameterState.SHARDED
             launches = [reduce_together((group,), streams) for group in groups]
-            pending = [launch.run() for launch in launches if launch is not None]
-            assert len(pending) == size
-            for reduction in pending:
+            reductions = [launch for launch in launches if launch is not None]
+            assert len(reductions) == size
+            for reduction in reductions:
+                reduction.run()
+            for reduction in reductions:
                 reduction.complete()
         for name, value in values.items():
             dim = SHAPES[name][1]

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import Hook, Replay, Root, Snapshot, dry_run, events_of, root_of, state_of
+from tests._internals import Hook, Replay, Root, Snapshot, StepRecorder, dry_run, events_of, root_of, state_of
 from tests.helpers.sharding import sharded
 
 RANKS, WIDTH = 4, 8
@@ -228,6 +228,7 @@ def test_steady_iterations_perform_what_their_dry_runs_say(drawn: Drawn) -> None
     """The dry run of one step, and one of three steps in a row, which begins with the state before the first."""
     with fake_ranks():
         model = build(drawn)
+        recorder = StepRecorder.of(root_below(model))
         optimizer = SGD(model.parameters(), 0.1)  # type: ignore[attr-defined]
         for _ in range(2):
             play(model, drawn)
@@ -249,7 +250,7 @@ def test_steady_iterations_perform_what_their_dry_runs_say(drawn: Drawn) -> None
             replay._root.plans.steps.note()
             found = [str(event) for event in play(model, drawn) if event.operation in SHOWN]
             del replay.steps[:]
-            replay.play(root.tape.events)
+            replay.play(recorder.step or ())
             assert list(performed(replay.steps)) == found, f"step {number} of three"
 
 
@@ -295,6 +296,7 @@ def schedule_of(
         fully_shard(model)
     if change is not None:
         change(model)
+    sharded(model).schedule()  # begins to record
     for _ in range(2):
         model(torch.ones(1, SIDE, requires_grad=True)).sum().backward()
     with mock.patch.object(root_below(sharded(model)).launcher, "has_streams", has_streams):

@@ -24,7 +24,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "trace", "_files"),
     ("policies", "_torch_version"),
     ("_core",),
-    ("codecs", "_consistency", "plan.dry_run"),
+    ("_extents", "codecs", "_consistency", "plan.dry_run"),
     ("_api.strategy",),
     ("_api.torch_types",),
     ("wrap",),

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import ParameterError
-from tests._internals import Pass, dry_run, root_of, state_of
+from tests._internals import Pass, StepRecorder, dry_run, root_of, state_of
 
 WIDTH, NAMES = 16, "abc"
 
@@ -56,7 +56,9 @@ class Raising(torch.autograd.Function):
 
 
 def build() -> Any:
-    return fully_shard(Chain())
+    model: Any = fully_shard(Chain())
+    assert not model.schedule().steps  # begins to record
+    return model
 
 
 def step(model: Any) -> None:
@@ -64,7 +66,7 @@ def step(model: Any) -> None:
 
 
 def events_of(model: Any) -> list[Any]:
-    return root_of(state_of(model)).tape.events
+    return StepRecorder.of(root_of(state_of(model)))._events
 
 
 def test_after_an_evaluation_or_a_reset_the_schedule_is_that_of_a_step() -> None:

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from composable_fsdp._core.extents import like, plain_name
 from composable_fsdp._core.params import local_part
+from composable_fsdp._extents import like, plain_name
 from composable_fsdp.checkpoint._archive import ArchiveReader
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,

@@ -56,9 +56,10 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.serialization import config as serialization_config
 
-from composable_fsdp._core.extents import like, states_below
 from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp._core.params import is_wrapper
+from composable_fsdp._core.state import states_below
+from composable_fsdp._extents import like
 from composable_fsdp._files import Directory
 from composable_fsdp.checkpoint._archive import check_archive
 from composable_fsdp.checkpoint._coordination import (

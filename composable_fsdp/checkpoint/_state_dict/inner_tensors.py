@@ -19,8 +19,8 @@ from typing import Any, cast
 
 import torch
 
-from composable_fsdp._core.extents import Ranges, ShardExtent
 from composable_fsdp._core.params import is_wrapper
+from composable_fsdp._extents import Ranges, ShardExtent
 from composable_fsdp.checkpoint._coordination import Mismatch, differ, dtype_name
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, checksum
 from composable_fsdp.errors import CheckpointError

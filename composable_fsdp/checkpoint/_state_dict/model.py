@@ -24,18 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._consistency.process_groups import broadcast_, fill_, gather_objects
-from composable_fsdp._core.extents import (
-    assemble_full,
-    extent_of,
-    gather,
-    has_own_memory,
-    like,
-    plain_name,
-    states_below,
-)
 from composable_fsdp._core.full_mesh import default_mesh
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import alias_of, local_part
+from composable_fsdp._core.state import states_below
+from composable_fsdp._extents import assemble_full, extent_of, gather, has_own_memory, like, plain_name
 from composable_fsdp.checkpoint._coordination import (
     Failure,
     Mismatch,

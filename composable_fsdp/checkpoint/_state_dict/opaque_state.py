@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.optim import Optimizer
 from torch.serialization import get_safe_globals, safe_globals
 
-from composable_fsdp._core.extents import ShardExtent
 from composable_fsdp._core.memory import is_accelerator
 from composable_fsdp._core.params import is_wrapper, local_part
+from composable_fsdp._extents import ShardExtent
 from composable_fsdp._files import open_regular
 from composable_fsdp.checkpoint._coordination import said
 from composable_fsdp.checkpoint._state_dict.inner_tensors import can_be_cut, context_of, inner_of

@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_fsdp._core.extents import like, plain_name, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import find_replaced, is_wrapper, local_part
+from composable_fsdp._core.state import states_below
+from composable_fsdp._extents import like, plain_name, shardings_of
 from composable_fsdp.checkpoint._coordination import Mismatch
 from composable_fsdp.checkpoint._state_dict.model import (
     SHARDED,

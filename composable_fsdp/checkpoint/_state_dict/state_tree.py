@@ -18,9 +18,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from composable_fsdp._core.extents import extent_of, like
 from composable_fsdp._core.mesh import as_dtensor
 from composable_fsdp._core.params import local_part
+from composable_fsdp._extents import extent_of, like
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.errors import CheckpointError
 

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from composable_fsdp._consistency.process_groups import fill_
-from composable_fsdp._core.extents import ShardExtent, extent_of, has_own_memory, plain_name, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import is_wrapper, local_part, plain_tensors
+from composable_fsdp._core.state import states_below
+from composable_fsdp._extents import ShardExtent, extent_of, has_own_memory, plain_name, shardings_of
 from composable_fsdp.checkpoint._coordination import said
 from composable_fsdp.errors import CheckpointError
 

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals, safe_globals
 
-from composable_fsdp._core.extents import has_own_memory
 from composable_fsdp._core.hooks import sharded_parameters
 from composable_fsdp._core.params import find_parameter, find_replaced, find_unsharded, is_wrapper, local_part
 from composable_fsdp._core.seams import Observer
+from composable_fsdp._extents import has_own_memory
 from composable_fsdp.errors import ConfigurationError, LifecycleError, LowPrecisionWarning, UnsavableStateWarning
 
 __all__ = ["OptimizerChecks", "why_not_pickled"]

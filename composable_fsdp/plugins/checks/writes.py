@@ -64,10 +64,10 @@ class VersionCheck(Observer):
         if reads is not None and torch.is_grad_enabled():
             group = call.state.group
             registration = group.registration
-            call.seen = registration, registration.versions, _sums(group) if reads else None
+            call.run.seen = registration, registration.versions, _sums(group) if reads else None
 
     def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
-        seen: _Seen | None = (call.first or call).seen
+        seen: _Seen | None = call.run.seen
         if seen is not None:
             registration, versions, sums = seen
             is_registered = registration is call.state.group.registration

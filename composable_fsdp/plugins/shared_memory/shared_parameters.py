@@ -404,7 +404,8 @@ def _copy_out(state: FSDPState) -> None:
     """
     group, shared = state.group, _shared_buckets(state)
     if shared and group.unshard_started:
-        group.finish_gather()
+        if group.parameter_state is ParameterState.UNSHARDING:
+            group.finish_gather()
         for bucket in shared:
             bucket.copy_out()
         if trace.listeners:

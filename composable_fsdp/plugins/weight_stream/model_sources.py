@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from composable_fsdp._core.comm import Communicator
-from composable_fsdp._core.extents import has_own_memory, plain_name, states_below
 from composable_fsdp._core.hooks import is_being_called
 from composable_fsdp._core.mesh import ParameterSharding, axis_communicator
 from composable_fsdp._core.params import ShardedParameter, is_wrapper, local_part, parameter_class
-from composable_fsdp._core.state import state_of_parameter
+from composable_fsdp._core.state import state_of_parameter, states_below
+from composable_fsdp._extents import has_own_memory, plain_name
 from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.plugins.weight_stream.packed_layout import Distribution, MessageLayout, Slot
 from composable_fsdp.plugins.weight_stream.weight_names import Named, Unit

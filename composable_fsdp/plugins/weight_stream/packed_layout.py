@@ -16,9 +16,9 @@ from math import gcd, prod
 
 import torch
 
-from composable_fsdp._core.extents import Cut, ShardExtent
 from composable_fsdp._core.layout import ALIGNMENT_BYTES, TensorShards, aligned_bytes, unpack_parameter
 from composable_fsdp._core.memory import contiguous_strides
+from composable_fsdp._extents import Cut, ShardExtent
 from composable_fsdp.plugins.weight_stream.weight_names import PackedTensor, Unit, moved
 
 __all__ = ["HEADER_BYTES", "Distribution", "MessageLayout", "PackedLayout", "Slot", "fill_buckets", "placed"]

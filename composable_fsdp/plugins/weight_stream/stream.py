@@ -29,10 +29,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._core.comm import DONE, Collective, Communicator, Transfer
-from composable_fsdp._core.extents import assemble_full, extent_of, plain_name
 from composable_fsdp._core.layout import ALIGNMENT_BYTES
 from composable_fsdp._core.memory import CommStream, InFlight, Work, device_capabilities
 from composable_fsdp._core.params import is_wrapper, local_part
+from composable_fsdp._extents import assemble_full, extent_of, plain_name
 from composable_fsdp.errors import ConfigurationError, DivergenceError, ParameterError, PeerError
 from composable_fsdp.plugins.weight_stream.model_sources import ModelSources, prepare
 from composable_fsdp.plugins.weight_stream.packed_layout import (

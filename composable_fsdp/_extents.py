@@ -1,4 +1,4 @@
-"""Which block of a full tensor this rank holds; groups of modules and names of parameters below a module."""
+"""Which block of a full tensor this rank holds, and names of parameters below a module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from composable_fsdp._core.comm import Collective, Transfer
 from composable_fsdp._core.layout import ShardLayout, TensorShards
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import local_part, plain_tensors
-from composable_fsdp._core.state import FSDPState, find_state
+from composable_fsdp._core.state import FSDPState, states_below
 
 Ranges = tuple[range, ...]
 
@@ -200,11 +200,6 @@ def _with_local_offsets(ranges: Ranges) -> Iterator[tuple[int, int, int]]:
     for each in ranges:
         yield each.start, offset, len(each)
         offset += len(each)
-
-
-def states_below(module: nn.Module) -> list[FSDPState]:
-    """Return the FSDP states of ``module`` and its submodules, each once."""
-    return list(dict.fromkeys(state for m in module.modules() if (state := find_state(m)) is not None))
 
 
 def parameters_at_rest(module: nn.Module) -> dict[str, nn.Parameter]:
