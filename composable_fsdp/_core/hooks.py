@@ -11,13 +11,15 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from itertools import count
 from types import FrameType, MethodType
-from typing import Any, cast
+from typing import TypeAlias, TypeGuard, cast
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import PyTree
 
 from composable_fsdp._core.backward import PassesUnderway
 from composable_fsdp._core.context import dual_numbers, in_transform, layers_of, outside_callers_context, runs_outside
@@ -48,6 +50,9 @@ from composable_fsdp._core.state import (
 )
 from composable_fsdp.errors import ConfigurationError
 
+Arguments: TypeAlias = tuple[PyTree, ...]
+Keywords: TypeAlias = dict[str, PyTree]
+
 
 def calling_frame(depth: int = 2) -> FrameType:
     """Return the frame that called the caller's hook, skipping the frames of wrappers."""
@@ -57,7 +62,7 @@ def calling_frame(depth: int = 2) -> FrameType:
     return frame
 
 
-def wrapped_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+def wrapped_hook(hook: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Return ``hook`` in all of :data:`HOOK_WRAPPERS`."""
     for wrap in HOOK_WRAPPERS:
         hook = wrap(hook)
@@ -292,7 +297,7 @@ class _ForwardMethod:
     ``module`` owns this object and not the reverse, so of a bound method only the function is kept.
     """
 
-    def __init__(self, state: FSDPState, module: nn.Module, method: Callable[..., Any]) -> None:
+    def __init__(self, state: FSDPState, module: nn.Module, method: Callable[..., PyTree]) -> None:
         self._state = state
         self._module = ModuleReference(module)
         self._is_bound = getattr(method, "__self__", None) is module
@@ -301,17 +306,17 @@ class _ForwardMethod:
         with suppress(TypeError, ValueError):  # some builtins have no signature
             vars(self)["__signature__"] = inspect.signature(method)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         module = self._module()
         method = MethodType(self._method, module) if self._is_bound else self._method
         return _call_as_forward(self._state, module, method, args, kwargs)
 
 
-def hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def hooked_forward(original: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Wrap ``original`` to unshard parameters also when ``forward`` is called directly, without ``__call__``."""
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         state = state_of(self)
@@ -323,8 +328,12 @@ def hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_as_forward(
-    state: FSDPState, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+    state: FSDPState,
+    module: nn.Module,
+    method: Callable[..., PyTree],
+    args: Arguments,
+    kwargs: dict[str, PyTree],
+) -> PyTree:
     """Return ``method(*args, **kwargs)``, called with unsharded parameters of ``state``, as in a call of ``module``."""
     hooks = ModuleHooks(state)
     call = hooks.begin(sys._getframe())
@@ -366,13 +375,13 @@ class ModuleHooks:
 
     # -- forward
 
-    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[PyTree, PyTree]:
         call = self.begin(calling_frame())
         if not call.is_inner:
             call.root.pre_forward(call)
         return self.take_inputs(call, args, kwargs)
 
-    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: Arguments, output: PyTree) -> PyTree:
         calls = self._state.calls_under_way
         if not calls or calls[-1].thread != threading.get_ident():
             return None  # begin() raised, since another thread runs the model
@@ -392,7 +401,7 @@ class ModuleHooks:
         calls.append(call)
         return call
 
-    def take_inputs(self, call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def take_inputs(self, call: ForwardCall, args: Arguments, kwargs: Keywords) -> tuple[PyTree, PyTree]:
         """Move and cast the inputs of ``call``, whose parameters are unsharded."""
         state, watched = self._state, False
         if not call.is_inner:
@@ -416,7 +425,7 @@ class ModuleHooks:
                 raise cycle_error(f"an input of {call.name!r}") from error
         return args, kwargs
 
-    def finish(self, module: nn.Module, output: Any) -> Any:
+    def finish(self, module: nn.Module, output: PyTree) -> PyTree:
         """End a call that returned: reshard, and register hooks for backward."""
         state, call = self._state, self._state.calls_under_way.pop()
         try:
@@ -451,24 +460,24 @@ class ModuleHooks:
         self._state.group.check_data()
 
     @runs_outside
-    def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
         """Replace full plain tensors in the state dict by this rank's shards."""
         self._state.reshard()
         self._state.group.check_grad_dtypes()
         parameters = {id(p.sharded): p for p in self._state.group.parameters}
         for name, registered in module.named_parameters(remove_duplicate=False):
-            parameter, value = parameters.get(id(registered)), cast(Any, state_dict.get(prefix + name))
+            parameter, value = parameters.get(id(registered)), state_dict.get(prefix + name)
             if parameter is not None and _is_full_tensor(value, parameter.sharding.shape):
                 state_dict[prefix + name] = shard_full_tensor(parameter, value)
 
     @runs_outside
-    def after_load_state_dict(self, *_: Any) -> None:
+    def after_load_state_dict(self, *_: object) -> None:
         self._state.drain_before_changes()
         self._state.group.refresh()
 
 
 @runs_outside
-def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _make_copyable(module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
     """Make the values of a state dict work with ``copy.deepcopy``, which e.g. weight averaging calls.
 
     Parameters, which ``keep_vars=True`` gives, stay.
@@ -482,9 +491,11 @@ def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metada
                 state[name] = alias_of(value, local_part(value))
 
 
-def _is_full_tensor(value: Any, shape: tuple[int, ...]) -> bool:
+def _is_full_tensor(value: object, shape: tuple[int, ...]) -> TypeGuard[torch.Tensor]:
     """Return True if ``value`` is a plain tensor of this shape, and not on the meta device."""
-    return type(value) in (torch.Tensor, nn.Parameter) and tuple(value.shape) == shape and not value.is_meta
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter):
+        return False
+    return tuple(value.shape) == shape and not value.is_meta
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
@@ -495,7 +506,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _watch_backward(call: ForwardCall, inputs: CallInputs, output: Any) -> Any:
+def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> PyTree:
     """Register hooks on the nodes where gradients enter ``call`` and leave it, and return the output to use.
 
     Gradients also enter through what the module wrote into tensors and containers of the caller. If an input was
@@ -537,9 +548,9 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: Any) -> Any:
         counter = _InputGradientCounter(len(input_nodes), call)
         for node in input_nodes:
             node.register_hook(counter.on_input)
-        for node in nodes.difference(input_nodes, bases):
+        for node in filter(None, nodes.difference(input_nodes, bases)):
             node.register_prehook(counter.expecting(input_nodes))
-    for node in nodes | bases if bases else nodes:
+    for node in filter(None, nodes | bases if bases else nodes):
         node.register_prehook(call.on_output_gradient)
     return output
 
@@ -549,7 +560,7 @@ def _enter_by_gradients(call: ForwardCall, gradients: Sequence[torch.Tensor | No
     call.enter_by([layer for gradient in gradients if gradient is not None for layer in layers_of(gradient)])
 
 
-_NO_NODES: frozenset[Any] = frozenset()
+_NO_NODES: frozenset[Node | None] = frozenset()
 
 
 class _InputGradientCounter:
@@ -574,10 +585,10 @@ class _InputGradientCounter:
         self._awaited = 0
         self._counter = count(1)
 
-    def expecting(self, input_nodes: Sequence[Any]) -> Callable[[Any], None]:
+    def expecting(self, input_nodes: Sequence[Node]) -> Callable[[object], None]:
         """Return the hook for output nodes: it counts the ``input_nodes`` that this autograd run will execute."""
 
-        def on_output_gradient(_: Any) -> None:
+        def on_output_gradient(_: object) -> None:
             self._begin()
             self._awaited = sum(map(torch._C._will_engine_execute_node, input_nodes))
 
@@ -597,13 +608,13 @@ class _InputGradientCounter:
             self._run, self._awaited, self._counter = run, self._number, count(1)
 
 
-def _nodes_of(output: Any, *, in_transform: bool) -> tuple[set[Any], AbstractSet[Any]]:
+def _nodes_of(output: PyTree, *, in_transform: bool) -> tuple[set[Node | None], AbstractSet[Node | None]]:
     """Return the nodes of the tensors in ``output``, with ``None`` for leaves, and the nodes of the bases of views.
 
     The node of a base may be older than the call, if the call returns a view of an input.
     """
-    nodes: set[Any] = set()
-    bases: AbstractSet[Any] = _NO_NODES
+    nodes: set[Node | None] = set()
+    bases: AbstractSet[Node | None] = _NO_NODES
     tensors: Sequence[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
     if in_transform:
         tensors = [layer for tensor in tensors for layer in layers_of(tensor)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from types import ModuleType
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -131,6 +131,9 @@ def current_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
+Current: TypeAlias = Callable[[], torch.Stream]
+"""Returns the current stream."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -200,13 +203,13 @@ class InFlight(Generic[T]):
         self._owned: tuple[Callable[[], Work], Callable[[], T]] | None = (launch, finish)
         self._after = after
         self._work: Work | None = None
-        self._result: Any = None
+        self._result = cast(T, None)
         self._done = False
         self.has_arrived = False
         """True if the collective is done and writes to no memory any more."""
-        self._event: Any = None
-        self._current_stream: Callable[[], Any] | None = None
-        self._launched_from: Any = None
+        self._event: torch.Event | None = None
+        self._current_stream: Current | None = None
+        self._launched_from: torch.Stream | None = None
         """The current stream at the launch, whose memory the buffers may be."""
 
     def start(self) -> None:
@@ -234,6 +237,7 @@ class InFlight(Generic[T]):
             # The memory of the messages returns to the stream, and others may wait for the result too.
             self._event, self._current_stream = self._stream.wait_for_current()
         if self._owned is not None and current is not None and current != self._launched_from:
+            assert self._launched_from is not None
             self._launched_from.wait_event(current.record_event())  # the memory of the messages may return to it
         self._owned = self._work = None
         result: T = self._result
@@ -254,7 +258,9 @@ class InFlight(Generic[T]):
             self._event.synchronize()
         return result
 
-    def enqueue(self, stream: Any, current_stream: Callable[[], Any], launched_from: Any, *, finishes: bool) -> None:
+    def enqueue(
+        self, stream: torch.Stream, current_stream: Current, launched_from: torch.Stream, *, finishes: bool
+    ) -> None:
         """Enqueue the work on ``stream``, which is the current one, without blocking the host.
 
         Args:
@@ -264,6 +270,7 @@ class InFlight(Generic[T]):
             finishes: enqueue what follows the collective too.
         """
         if self._after is not None:
+            assert self._after._event is not None
             stream.wait_event(self._after._event)
             self._after = None
         if finishes:
@@ -312,12 +319,12 @@ class CommStream:
         self.seconds_waited = 0.0
         """The seconds for which the host was blocked by waits for collectives, on a null stream."""
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: torch.Event) -> None:
         """Order everything that runs on this stream from now on after ``event``."""
         if not self._is_null:
             self._first.wait_event(event)
 
-    def wait_for_current(self) -> tuple[Any, Callable[[], Any]]:
+    def wait_for_current(self) -> tuple[torch.Event | None, Current]:
         """Order everything that runs on this stream from now on after what the current stream runs until now.
 
         Returns:

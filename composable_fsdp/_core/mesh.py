@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -94,10 +94,10 @@ class DataParallelAxes:
         return self if chosen == torch.device(kind) else replace(self, device=chosen)
 
 
-_meshes: dict[dist.ProcessGroup | None, dict[Any, DeviceMesh]] = {}
+_meshes: dict[dist.ProcessGroup | None, dict[Hashable, DeviceMesh]] = {}
 
 
-def known_meshes() -> dict[Any, DeviceMesh]:
+def known_meshes() -> dict[Hashable, DeviceMesh]:
     """Return the meshes that the library has made over the default process group, by a key of who makes them.
 
     Meshes keep process groups alive, so those over an earlier default process group are dropped.
@@ -237,7 +237,7 @@ class ModelParallel:
             if any(got.is_partial() and got != new for got, new in zip(arrived, wanted, strict=True)):
                 gradient = cast(DTensor, gradient.to(sum_dtype))
             gradient = gradient.redistribute(placements=wanted)
-        local: torch.Tensor = cast(Any, gradient)._local_tensor
+        local = gradient._local_tensor
         if isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
         parts = prod(self.mesh.size(axis) for axis in self.data_axes if not _is_linear(arrived[axis]))
@@ -261,7 +261,7 @@ def as_dtensor(
     return DTensor(local.view_as(local), spec, requires_grad=False)
 
 
-def as_dtensor_at_zero(local: torch.Tensor, spec: Any, *, requires_grad: bool = False) -> DTensor:
+def as_dtensor_at_zero(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
     """Return ``local`` as a DTensor that reports no storage offset, so that ``copy.deepcopy`` can copy it.
 
     A DTensor reports the storage offset of the tensor that it is made with, but has no storage.
@@ -269,7 +269,7 @@ def as_dtensor_at_zero(local: torch.Tensor, spec: Any, *, requires_grad: bool = 
     if type(local) is not torch.Tensor:
         return DTensor(local, spec, requires_grad=requires_grad)
     made = DTensor.__new__(DTensor, local.new_empty(0), spec, requires_grad=requires_grad)
-    cast(Any, made)._local_tensor = local
+    made._local_tensor = local
     return made
 
 
@@ -282,7 +282,9 @@ there.
 _MOST_UNUSED_SPECS = 1024
 
 
-def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _spec_of(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
     """Return the spec of a contiguous ``DTensor``, the same object for the same mesh and equal other arguments.
 
     Meshes that are equal can differ: one may be of process groups that have been destroyed.

@@ -564,7 +564,7 @@ def find_replaced(original: torch.Tensor) -> ReplacedParameter | None:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, or a plain tensor itself."""
-    return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def alias_of(sharded: DTensor, local: torch.Tensor) -> DTensor:
@@ -572,7 +572,7 @@ def alias_of(sharded: DTensor, local: torch.Tensor) -> DTensor:
 
     The result of ``detach`` cannot be copied if ``local`` has a storage offset.
     """
-    return as_dtensor_at_zero(local, cast(Any, sharded)._spec)
+    return as_dtensor_at_zero(local, sharded._spec)
 
 
 # Several threads may step at once. ``+= 1`` could then give one number twice, and a reader that knew this number would

@@ -13,15 +13,16 @@ from collections import UserDict, UserList, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from operator import is_
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._pytree import PyTree
 
 from composable_fsdp.errors import ConfigurationError
 
 Map = Callable[[torch.Tensor], torch.Tensor]
-Items = dict[Any, Any]
+Items = dict[PyTree, PyTree]
 
 InputView: TypeAlias = tuple[torch.Tensor, int]
 """A view, made for one call, of an input that needs a gradient, and its version when it was made.
@@ -33,7 +34,7 @@ _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device
 """Types without tensors, checked first because a pytree traversal costs more than the rest of a hook."""
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: PyTree) -> list[torch.Tensor]:
     """Return every tensor in ``tree``, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
@@ -42,7 +43,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [tensor for child in _children(tree) for tensor in tensors_in(child)]
 
 
-def map_tensors(function: Map, tree: Any, container: Callable[[Any], Any] | None = None) -> Any:
+def map_tensors(function: Map, tree: PyTree, container: Callable[[PyTree], PyTree] | None = None) -> PyTree:
     """Return ``tree`` with ``function`` applied to every tensor, or the same object if no tensor changed.
 
     ``container``, if given, is called with each object in ``tree`` that is neither a tensor nor a tuple of them, and
@@ -75,7 +76,7 @@ def cycle_error(place: str) -> ConfigurationError:
 # -- what containers hold
 
 
-def _items(tree: Any) -> Items | None:
+def _items(tree: PyTree) -> Items | None:
     """Return what a mutable container or a frozen dataclass holds, by index, key or name; ``None`` for other objects.
 
     A dataclass that is a mapping too, such as an output of transformers, has its items under ``(key,)``.
@@ -89,13 +90,13 @@ def _items(tree: Any) -> Items | None:
     return dict(tree) if isinstance(tree, MutableMapping) else None
 
 
-def _attributes(tree: Any) -> Items:
+def _attributes(tree: PyTree) -> Items:
     slots = [name for kind in type(tree).__mro__ for name in getattr(kind, "__slots__", ())]
     names = dict.fromkeys((*slots, *getattr(tree, "__dict__", ())))
     return {n: getattr(tree, n) for n in names if n not in ("__dict__", "__weakref__") and hasattr(tree, n)}
 
 
-def _shown(tree: Any, items: Items) -> Items:
+def _shown(tree: PyTree, items: Items) -> Items:
     """Return those of ``items`` in which tensors are looked for: of a dataclass, its fields only."""
     if not dataclasses.is_dataclass(tree):
         return items
@@ -103,7 +104,7 @@ def _shown(tree: Any, items: Items) -> Items:
     return {key: item for key, item in items.items() if key in fields or isinstance(key, tuple)}
 
 
-def _fill(tree: Any, items: Items) -> None:
+def _fill(tree: PyTree, items: Items) -> None:
     """Make ``items``, in the form of :func:`_items`, everything that ``tree`` holds. The order of keys counts."""
     now, is_record = _items(tree), dataclasses.is_dataclass(tree)
     assert now is not None
@@ -128,7 +129,7 @@ def _fill(tree: Any, items: Items) -> None:
             tree[key[0] if is_record else key] = item
 
 
-def _copy_with(tree: Any, items: Items) -> Any:
+def _copy_with(tree: PyTree, items: Items) -> PyTree:
     new = copy.copy(tree)
     if isinstance(tree, MutableMapping) and not isinstance(tree, (dict, UserDict)):  # it may keep items in its own dict
         for name, value in vars(new).items():
@@ -137,13 +138,13 @@ def _copy_with(tree: Any, items: Items) -> Any:
     return new
 
 
-def _is_value(tree: Any) -> bool:
+def _is_value(tree: PyTree) -> bool:
     """Return True for tuples and frozen dataclasses, in which a module does not write."""
-    params: Any = getattr(type(tree), "__dataclass_params__", None)
+    params: PyTree = getattr(type(tree), "__dataclass_params__", None)
     return isinstance(tree, tuple) or (params is not None and params.frozen)
 
 
-def _registered(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+def _registered(tree: PyTree) -> tuple[list[PyTree], Callable[[list[PyTree]], PyTree]] | None:
     """Return the children of an object of a registered class, and the function that makes one of other children.
 
     ``tree_flatten`` with ``is_leaf`` would leave a reference cycle, which keeps the object.
@@ -156,7 +157,7 @@ def _registered(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | Non
     return list(children), lambda new: node.unflatten_fn(new, context)
 
 
-def _children(tree: Any) -> Any:
+def _children(tree: PyTree) -> PyTree:
     if type(tree) is tuple or type(tree) is list:
         return tree
     items = _items(tree)
@@ -168,7 +169,7 @@ def _children(tree: Any) -> Any:
     return tree.values() if isinstance(tree, Mapping) else ()
 
 
-def _rebuilt(tree: Any, function: Callable[[Any], Any]) -> Any:
+def _rebuilt(tree: PyTree, function: Callable[[PyTree], PyTree]) -> PyTree:
     """Return a container with ``function`` applied to every child, or the same object if no child changed."""
     items = _items(tree)
     if items is not None:
@@ -189,7 +190,7 @@ def _same(items: Items, others: Items) -> bool:
     return list(items) == list(others) and all(map(is_, items.values(), others.values()))
 
 
-def _is_cast(before: Any, after: Any) -> bool:
+def _is_cast(before: PyTree, after: PyTree) -> bool:
     """Return True if a tensor in ``after`` is a cast or a copy on another device, and not a view."""
     if after is before:
         return False
@@ -212,14 +213,14 @@ class _Passed:
     ``items`` is ``None`` for a registered class, and ``mapped`` has the leaves of what the module got, if it is a copy.
     """
 
-    tree: Any
-    given: Any
+    tree: PyTree
+    given: PyTree
     items: Items | None
     mapped: Items
 
 
-_NONE: list[Any] = []
-_NOTHING: dict[int, Any] = {}
+_NONE: list[PyTree] = []
+_NOTHING: dict[int, PyTree] = {}
 """The containers of a call that has none, as most calls. Nothing is written to these two."""
 
 
@@ -275,7 +276,7 @@ class CallInputs:
         self.mapped[id(tensor)] = mapped
         return mapped
 
-    def container(self, tree: Any) -> Any:
+    def container(self, tree: PyTree) -> PyTree:
         """Return the container that the module gets for ``tree``, which is not a plain tuple."""
         if self._known is _NOTHING:
             self.containers, self._known, self._casts, self._untouched = [], {}, {}, {}
@@ -293,7 +294,7 @@ class CallInputs:
             _fill(tree, mapped)
         return self._pass(_Passed(tree, given, items, mapped))
 
-    def _without_views(self, tree: Any) -> Any:
+    def _without_views(self, tree: PyTree) -> PyTree:
         """Return a rebuilt tuple or frozen dataclass; an object of a registered class as it is, if nothing is cast."""
         given = _rebuilt(tree, partial(map_tensors, self._in_container, container=self.container))
         if _is_value(tree):
@@ -306,7 +307,7 @@ class CallInputs:
         leaves = {} if given is tree else dict(enumerate(pytree.tree_leaves(given)))
         return self._pass(_Passed(tree, given, None, leaves)) if tensors or _children(tree) else tree
 
-    def _pass(self, passed: _Passed) -> Any:
+    def _pass(self, passed: _Passed) -> PyTree:
         self._known[id(passed.tree)] = self._known[id(passed.given)] = passed
         self.containers.append(passed)
         return passed.given
@@ -351,13 +352,13 @@ class CallInputs:
             if given is tree or not _same(items, after):
                 _fill(tree, after)
 
-    def _is_unchanged(self, item: Any, before: Any) -> bool:
+    def _is_unchanged(self, item: PyTree, before: PyTree) -> bool:
         return item is before and not (self._casts and any(map(self._is_written, tensors_in(item))))
 
-    def _restored(self, tree: Any) -> Any:
+    def _restored(self, tree: PyTree) -> PyTree:
         """Return what the module wrote with the caller's tensors and containers in place of those that it got."""
 
-        def restored_container(tree: Any) -> Any:
+        def restored_container(tree: PyTree) -> PyTree:
             known = self._known.get(id(tree))
             return _rebuilt(tree, self._restored) if known is None else known.tree
 
@@ -376,7 +377,7 @@ class CallInputs:
 
     # -- the output
 
-    def map_output(self, function: Map, output: Any, *, and_written: bool = False) -> Any:
+    def map_output(self, function: Map, output: PyTree, *, and_written: bool = False) -> PyTree:
         """Return ``output`` with ``function`` applied to every tensor. Containers of the caller stay the same objects.
 
         In those that are in ``output``, or in all if ``and_written``, it is applied to what the module wrote.
@@ -387,7 +388,7 @@ class CallInputs:
 
     # No function below refers to itself: such a cycle would keep the inputs of a call until the garbage collector runs.
 
-    def _mapped_container(self, function: Map, tree: Any) -> Any:
+    def _mapped_container(self, function: Map, tree: PyTree) -> PyTree:
         known, container = self._known.get(id(tree)), partial(self._mapped_container, function)
         if known is None:
             return _rebuilt(tree, lambda child: map_tensors(function, child, container))
@@ -401,7 +402,7 @@ class CallInputs:
     def _mapped_if_written(self, function: Map, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if id(tensor) in self._untouched else function(tensor)
 
-    def outputs(self, output: Any) -> list[torch.Tensor]:
+    def outputs(self, output: PyTree) -> list[torch.Tensor]:
         """Return the tensors in ``output``, and those that the module wrote or changed in containers of the caller."""
         found: list[torch.Tensor] = []
         note_all, note_written = partial(_note, found), partial(self._note_written, found)
@@ -411,7 +412,7 @@ class CallInputs:
                 map_tensors(note_written, child, partial(self._visit, note_written))
         return found
 
-    def _visit(self, note: Map, tree: Any) -> Any:
+    def _visit(self, note: Map, tree: PyTree) -> PyTree:
         if id(tree) not in self._known:
             for child in _children(tree):
                 map_tensors(note, child, partial(self._visit, note))

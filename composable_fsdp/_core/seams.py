@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils._pytree import PyTree
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._core.events import Hook, Pass, RunningPass
@@ -169,10 +170,10 @@ class Observer:
         with. A call whose inputs need no gradient, such as that of an embedding, is left without notice.
         """
 
-    def before_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
+    def before_hook(self, root: ObservedRoot, hook: Hook, subject: FSDPState | ForwardCall) -> None:
         """Note that the root begins to work for ``hook`` of ``subject``, an FSDP state or a call."""
 
-    def after_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
+    def after_hook(self, root: ObservedRoot, hook: Hook, subject: FSDPState | ForwardCall) -> None:
         """Note that the root has done its work for ``hook`` of ``subject``."""
 
     def begin_run(self, root: ObservedRoot, state: FSDPState) -> None:
@@ -236,7 +237,7 @@ _ENDS = (
     *("kept", "unsharded", "have_met", "after_reset"),
 )
 
-Bound = tuple[Callable[..., Any], ...]
+Bound = tuple[Callable[..., PyTree], ...]
 
 
 class Observers:
@@ -278,13 +279,14 @@ def _overriding(observers: list[Observer], event: str) -> Bound:
     return tuple(getattr(observer, event) for observer in observers if getattr(type(observer), event) is not default)
 
 
-HOOK_WRAPPERS: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
+Hooked: TypeAlias = Callable[..., PyTree]
+HOOK_WRAPPERS: list[Callable[[Hooked], Hooked]] = []
 """Functions from a hook around the forward of modules to what is registered in its place, innermost first."""
 
 HOOK_FRAMES: set[CodeType] = set()
 """The code of wrappers whose frames are between a hook and its caller."""
 
-CLASS_MEMBERS: list[Callable[[type[nn.Module]], Mapping[str, Callable[..., Any]]]] = []
+CLASS_MEMBERS: list[Callable[[type[nn.Module]], Mapping[str, Callable[..., object]]]] = []
 """Functions from a class of modules to further members of its sharded subclass."""
 
 OBSERVERS: list[Observer] = []
@@ -293,7 +295,7 @@ OBSERVERS: list[Observer] = []
 
 def check_observers() -> None:
     """Raise a ``TypeError`` if :data:`OBSERVERS` has something that is not an observer, for example a class."""
-    attached: list[Any] = [*OBSERVERS]
+    attached: list[object] = [*OBSERVERS]
     for observer in attached:
         if not isinstance(observer, Observer):
             remedy = (
