@@ -166,6 +166,7 @@ class Progress:
         Raises:
             LifecycleError: gradients entered a module through an output that its hooks did not see.
         """
+        # A call that was left and never entered had an output that no hook saw.
         for call in self._unseen_exits:
             if call.entered != self.number:
                 raise unseen_output(call.state)
@@ -191,6 +192,7 @@ class Progress:
         """
         if not state.frees_with_last_gradient:
             return False
+        # A nested state may come later, and use parameters of the group around it.
         others = (other for other in self._states if other is not state and other.group.plan.specs)
         return not state.has_nested_states or all(
             other in self.reached and other.group.parameter_state is _SHARDED for other in others
@@ -240,6 +242,7 @@ class ReductionQueue:
             is_held: reduce those that earlier backwards have left, alone and over all axes, whatever settings say.
         """
         group, members, partial = state.group, [state.group], False
+        # Choose what is reduced together: the state alone, or all of its fusion once the last of them is ready.
         if not is_held:
             if state.options.accumulation is _SUM_UNSHARDED:
                 group.hold_gradients()
@@ -263,6 +266,7 @@ class ReductionQueue:
                 for member in members:
                     if member.gradient_state not in LOCAL_GRADIENTS:
                         member.contribute()
+        # Take the gradients. Groups that have none drop out.
         reduction = reduce_together(members, self._plans.launcher.streams, self._fused_buckets, partial=partial)
         if reduction is None:
             return
@@ -288,6 +292,7 @@ class ReductionQueue:
 
     def drain(self) -> None:
         """Wait for all reductions and set their gradients."""
+        # Second stages first, so that they overlap with the waits for earlier reductions.
         self._start()
         self._in_flight.extendleft(reversed(self._unread))
         self._unread.clear()
@@ -317,8 +322,10 @@ class ReductionQueue:
         group in flight. So groups of equal size wait for each other, while a small group after a large one follows
         without waiting.
         """
+        # On the host the number counts: 1 by default, since the host waits for each of them anyway.
         if self._limit is not None:
             return len(self._in_flight) >= self._limit
+        # On streams the bytes count: each message is held until its wait.
         sizes = [reduction.nbytes, *(launched.nbytes for launched in self._in_flight)]
         largest = max(_MIN_BYTES_IN_FLIGHT, *sizes)
         return sum(sizes) > largest + largest // _SLACK_DIVISOR

@@ -299,6 +299,7 @@ class ProcessGroupCommunicator:
         self._group, self.name = GroupReference(group), group.group_name
         self._has_streams = device_capabilities(torch.device(device_type)).has_streams
         self._backend = backend_capabilities(group, device_type)
+        # On streams, a collective of NCCL runs on the stream that launches it; gloo runs in threads of its own.
         self._async_op = not (self._has_streams and self._backend.is_native)
         """False if a collective runs on the stream that launches it, with that stream's priority, as from FSDP2."""
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -331,8 +332,10 @@ class ProcessGroupCommunicator:
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         self.check()
         self.launched, group, async_op = self.launched + 1, self._group(), self._async_op
+        # Send what the backend cannot, as bytes.
         pairs = [pair if pair[1].dtype in _DTYPES else _in_known_dtype(kind, *pair) for pair in transfers]
         started: list[Any] = []
+        # One launch for each tensor, or for all of one dtype if the backend coalesces.
         if kind is Collective.ALL_REDUCE:
             for output, _ in pairs:
                 started.append(dist.all_reduce(output, op=OPERATIONS[op], group=group, async_op=async_op))
@@ -494,6 +497,7 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
     known = _known.setdefault(group, {}).get(device_type)
     if known is None:
         _creation_order.setdefault(group, next(_next_index))
+        # The first transport that serves the group and device makes its communicator; decorators go around it.
         made = (transport(group, device_type) for transport in TRANSPORTS)
         known = cast(GroupCommunicator, _decorated(next(found for found in made if found is not None)))
         _known[group][device_type] = known

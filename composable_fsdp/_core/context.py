@@ -53,6 +53,7 @@ def runs_unseen(function: Callable[P, R]) -> Callable[P, R]:
 def outside_callers_context() -> Iterator[None]:
     """Leave the caller's context, in this thread, until the end of the block."""
     with ExitStack() as left:
+        # Contexts of other packages, then of torch.func, autocast, dispatch modes and function modes.
         for leave in LEFT_CONTEXTS:
             left.enter_context(leave())
         if in_transform():
@@ -72,6 +73,7 @@ def _leave_dispatch_modes(left: ExitStack, stays: Callable[[Any], bool]) -> None
     stay = [stays(type(mode)) for mode in modes]
     if all(stay):
         return
+    # Pop all modes above the first that goes, and push again those that stay.
     first = stay.index(False)
     for _ in modes[first:]:
         left.callback(_push_mode, cast(Any, _pop_mode)())
@@ -99,11 +101,13 @@ def layers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
+    # Tangents of forward-mode can be read at this level only.
     top = _functorch.peek_interpreter_stack()
     if forward_ad._current_level >= 0 and (top is None or top.key() == _functorch.TransformType.Jvp):
         tangent = forward_ad.unpack_dual(tensor).tangent
         if tangent is not None:
             found += layers_of(tangent)
+    # A plain tensor wraps nothing.
     if not _functorch.is_functorch_wrapped_tensor(tensor):
         return found
     if top is None or top.level() < _functorch.maybe_get_level(tensor):  # its level has ended, as for a vjp function

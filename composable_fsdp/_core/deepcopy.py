@@ -39,6 +39,7 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     markers = cast("dict[Any, Any]", memo)
     if _COPYING in markers:
         return _copy_module(module, memo)
+    # The memo gets an empty clone of each state, and a copy of each parameter, which copied hooks and modules find.
     states = states_below(module)
     within = set(module.modules())
     for state in states:
@@ -47,11 +48,13 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
         memo[id(state)] = object.__new__(FSDPState)
         for parameter in state.group.parameters:
             memo[id(parameter.sharded)] = _copy_parameter(parameter.name, parameter.sharded)
+    # Copy the modules. Sharded modules inside come back here, and are copied plainly.
     markers[_COPYING] = True
     try:
         result = _copy_module(module, memo)
     finally:
         del markers[_COPYING]
+    # Then the clones can be filled: their modules and parameters exist.
     for state in sorted(states, key=lambda state: bool(state.owner_states)):  # owners of shared parameters first
         _fill(memo[id(state)], state, memo)
     return result
@@ -97,6 +100,7 @@ def _copy_distributed(tensor: Any) -> DTensor:
 def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
     """Initialize ``clone``, which the copied modules already refer to, with copies of the contents of ``state``."""
     group = state.group
+    # The group: parameters on the copied modules, and its settings.
     parameters = [
         p.copy_onto(memo[id(p.sharded)], [(memo[id(owner)], name) for owner, name in p.owners])
         for p in group.parameters
@@ -109,6 +113,7 @@ def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
         others: list[Any] = [None] if chosen is None else [memo.get(id(each)) for each in alive(chosen)]
         return None if None in others else tuple(map(ref, others))
 
+    # The options: prefetch lists name states, which are those of the copy if it has all of them.
     forward, backward = copies(state.options.forward_prefetch), copies(state.options.backward_prefetch)
     options = replace(state.options, forward_prefetch=forward, backward_prefetch=backward)
     FSDPState.__init__(clone, [memo[id(m)] for m in state.modules], copied, options, owner_states)

@@ -176,6 +176,7 @@ def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim
     Raises:
         ParameterError: it is a plain tensor, on another mesh, or not replicated over these axes. The text names it.
     """
+    # A plain tensor may stand for a DTensor.
     forms = (read(name, parameter, full) for read in FORMS) if not isinstance(parameter, DTensor) else ()
     form = next((each for each in forms if each is not None), None)
     if form is not None:
@@ -186,6 +187,7 @@ def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim
             f"with dp_mesh_dims every parameter must be a DTensor on the mesh given to fully_shard, but {name!r} is "
             f"{found}. Place it with torch.distributed.tensor.distribute_module(module, mesh) first."
         )
+    # It must be replicated over the data-parallel axes, of which the shard axis then cuts it.
     names = full.mesh.mesh_dim_names or ()
     placements = list(parameter.placements)
     data_axes = frozenset(names.index(n) for n in (*full.dims.replicate_names, *full.dims.shard_names))
@@ -196,11 +198,13 @@ def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim
                 "must be Replicate() there, so that fully_shard can shard it."
             )
     inner = ModelParallel(full.mesh, tuple(placements), tuple(parameter.shape), data_axes, form)
+    # The placement on the shard axis: strided if an axis to its right has cut the same dim before.
     shard_axes = [names.index(n) for n in full.dims.shard_names]
     if shard_axes:
         first = shard_axes[0]
         later = [axis for axis in range(first + 1, full.mesh.ndim) if axis not in data_axes]
         placements[first] = shard_within(dim, [placements[a] for a in later], [full.mesh.size(a) for a in later])
+    # Several dims of one name were flattened into one axis, so the mesh of the result has fewer dims.
     mesh = full.mesh
     if len(data_axes) > full.axes.mesh.ndim:  # axes that were flattened into one stay one
         others = [axis for axis in range(full.mesh.ndim) if axis not in data_axes]

@@ -217,6 +217,7 @@ class Bucket:
     def _unpack(self, received: torch.Tensor, ranks: slice) -> None:
         """Copy the rows received from ``ranks`` to their places."""
         layout = self.plan.gather
+        # A shard of dim 0 is a block of the parameter, copied as it is; others are unpacked one by one.
         rows = received.split_with_sizes(layout.packed_widths, dim=1)
         places, sources = [], []
         for position, (i, row) in enumerate(zip(layout.packed, rows, strict=True)):
@@ -339,10 +340,12 @@ class AllGather:
 
     def prepare(self) -> None:
         """Pack the messages."""
+        # The cached message: only the memory that receives it is new.
         if self._cached is not None:
             rows = self._rows = self._cached.allocate() if self._rows is None else self._rows
             self._messages = [(self._cached.communicator, [], [Transfer(rows.view(-1), self._cached.pack(rows))])]
             return
+        # Otherwise each bucket prepares its inputs, and those of one communicator become one message.
         self._await_ranks()
         for bucket, cast in zip(self._buckets, self._casts or [None] * len(self._buckets), strict=True):
             self._gathers.append(bucket.prepare_gather(cast))
@@ -355,6 +358,7 @@ class AllGather:
         if not self._messages:
             self.prepare()
         works, messages, self._messages = list[Work](), self._messages, []  # ``finish`` may free what was received
+        # One collective for each communicator, usually one in all.
         for communicator, zero_copy, packed in messages:
             if communicator.traits.aliases and not zero_copy and not packed:
                 # Shards are in place once all ranks reach the barrier.
@@ -398,15 +402,19 @@ def pack_messages(
         return []
     dtype = payloads[0].dtype
     widths = payload_widths([(p.nbytes, p.itemsize) for p in payloads]) if len(payloads) > 1 else []
+    # One payload: the shard itself is sent.
     if len(payloads) == 1:
         sent, rows = payloads[0], _allocate_rows(communicator, payloads[0].numel(), dtype, device)
         places: Sequence[torch.Tensor] = (rows,)
+    # Several of one dtype without gaps: one concatenation, into the row of this rank.
     elif all(p.dtype == dtype and p.nbytes == width for p, width in zip(payloads, widths, strict=True)):
         rows = _allocate_rows(communicator, sum(p.numel() for p in payloads), dtype, device)
         sent = torch.cat(payloads, out=rows[communicator.rank])
         places = torch.split_with_sizes(rows, [p.numel() for p in payloads], dim=1)
     else:
+        # Several dtypes: as bytes, each aligned.
         sent, rows, places = _as_bytes(payloads, widths, communicator, device)
+    # Each bucket gets the views of its payloads in the rows of all ranks.
     remaining = iter(places)
     for gather in filled:
         gather.rows = [next(remaining) for _ in gather.payloads]
@@ -446,6 +454,7 @@ def cached_message(parts: Sequence[CachedPart | None], communicators: Sequence[C
         parts: the part of each bucket; ``None`` for a bucket that cannot be cached.
         communicators: the communicator of each bucket.
     """
+    # One communicator, one dtype, no gaps between parts.
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts) or any(other != communicators[0] for other in communicators):
         return None

@@ -219,6 +219,7 @@ class ParamGroup:
         self.rename(name)
         is_new = parameters is None
         self.parameters = shard_parameters(sources) if parameters is None else list(parameters)
+        # Experts have axes of their own: one set of process groups for each.
         used = dict.fromkeys(parameter.sharding.axes for parameter in self.parameters)
         self.process_groups = [ProcessGroups(mesh_axes) for mesh_axes in used or (axes,)]
 
@@ -257,6 +258,7 @@ class ParamGroup:
         self.kinds = {kind: kind(self) for kind in GATHER_KINDS}
         self.is_offloaded = any(self.rest_device_of(p) != axes.device for p in self.parameters)
         """True if any shard, and so its reduced gradient, is on another device than that of the modules."""
+        # Ranks make new groups together, so that kinds may communicate here.
         if is_new:  # else it is a copy, which ranks do not make together
             for kind in self.kinds.values():
                 kind.reserve()
@@ -304,6 +306,7 @@ class ParamGroup:
         self.check_data()
         if self.gradient_state in HELD_GRADIENTS and self.was_flipped:
             return
+        # Parameters that functional_call was given stay registered while the others are followed.
         with torch.inference_mode(False), torch.no_grad():
             given = [parameter for parameter in self.parameters if parameter.adopt_replacement()]
             places = [(module._parameters, name) for parameter in given for module, name in parameter.owners]
@@ -320,6 +323,7 @@ class ParamGroup:
         """
         if self.parameter_state is not ParameterState.SHARDED or self.gradient_state in HELD_GRADIENTS:
             return False
+        # Only whole buckets of plain shards without values, and on the device where they rest.
         plain = all(isinstance(bucket, Bucket) for bucket in self.buckets)
         blank = all(p.local.is_meta and p.sharded.grad is None for p in self.parameters)
         devices = {p: device or self.rest_device_of(p) for p in self.parameters}
@@ -327,6 +331,7 @@ class ParamGroup:
         if not (at_rest and plain and blank and self.registration.is_current):
             return False
         with torch.inference_mode(False), torch.no_grad():
+            # New memory for each bucket, of which the parameters become views.
             for bucket in self.buckets:
                 assert isinstance(bucket, Bucket)
                 bucket.replace_store(self.make_store(bucket.plan, devices[bucket.parameters[0]]))
@@ -471,6 +476,7 @@ class ParamGroup:
         self.registration = Registration(self.parameters, memory, created_by_gather=created)
 
     def _make_plan(self) -> GroupPlan:
+        # A parameter as numbers: equal specs give the same plan, which is cached.
         self._compute_dtypes = [p.compute_dtype for p in self.parameters]
         specs, reduce_kinds = [], reduce_kinds_of(self.parameters)
         axes = [pgs.axes for pgs in self.process_groups]
@@ -494,14 +500,17 @@ class ParamGroup:
                     autograd_dtype=p.grad_dtype or reduce_dtype if p.has_grad_dtype else None,
                 )
             )
+        # FSDP2 reduces a group in one dtype.
         specs = _promoted(specs) if all(p.precision.promotes for p in self.parameters) else specs
         return plan_group(tuple(specs), tuple(pgs.plan_options() for pgs in self.process_groups))
 
     def _follow_changes(self) -> None:
+        # Only ``requires_grad`` has changed: new layouts of reductions, the same memory.
         locals_ = self._locals()
         are_kept = all(local is p.local for local, p in zip(locals_, self.parameters, strict=True))
         if are_kept and not self.registration.replaced_local_data() and self._sync_requires_grad():
             return
+        # Local tensors were replaced: build everything anew, once all are materialized.
         self.are_on_rest_device = not self._misplaced(locals_)
         if len({local.is_meta for local in locals_}) > 1:
             return  # some parameters are not materialized yet
@@ -543,6 +552,7 @@ class ParamGroup:
 
     def _device_error(self) -> DeviceError:
         """Return the error that names the parameters whose shards are on a wrong device."""
+        # No values yet?
         on_meta = [p.name for p, local in zip(self.parameters, self._locals(), strict=True) if local.is_meta]
         if on_meta:
             return DeviceError(
@@ -550,6 +560,7 @@ class ParamGroup:
                 "initialise them by composable_fsdp.initialize(model, seed=...); or call "
                 "composable_fsdp.to_empty(model, device=...) and load a state dict."
             )
+        # Values elsewhere, by name, and where they should be.
         misplaced = self._misplaced(self._locals())
         elsewhere = {name: str(device) for name, (device, _) in misplaced.items()}
         if len({self.rest_device_of(p) for p in self.parameters}) > 1:
@@ -622,10 +633,12 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory."""
+        # The tables say whether there is anything to do.
         before = self.parameter_state
         self.parameter_state = _AFTER_RESHARD.get(before) or self.advance(_RESHARD)
         if self.parameter_state is before:
             return
+        # The memory may be freed only after the last write to it.
         if before is not _UNSHARDED:  # an all-gather is in flight, or slices are kept for one
             self.finish_gather()
         if before is not _SHRUNK:
@@ -683,8 +696,10 @@ class ParamGroup:
         """
         if self.gradient_state is not _ARRIVING:
             self.gradient_state = _AFTER_ACCUMULATE[self.gradient_state]
+        # A backward inside this one: its end is not the end of this one.
         if is_nested:  # more gradients may follow
             return False
+        # The last gradient ends the group. Those before it are counted by their hooks alone.
         num_trainable = self.plan.num_trainable
         self._num_ready += 1
         if self._num_ready >= num_trainable:
@@ -785,6 +800,7 @@ class ParamGroup:
 
     def take_gradients(self) -> bool:
         """Reset the counters for a reduction of the gradients. Return False if there are none."""
+        # The sum of earlier reductions over the shard axis goes into this one.
         if self.partial is not None:
             self.partial.wait()  # the reduction includes its result
         before = self.gradient_state
@@ -810,6 +826,7 @@ class ParamGroup:
                 divide_factor=self.reduction.divide_factor if pgs.axes.divide is None else pgs.axes.divide,
                 sum_only=self.reduction.sum_only or scatter.own is not None,
             )
+            # Pack the gradients, which frees them.
             buffers = scatter.prepare(reduction, were_summed=self.were_summed)
             if buffers is not None:
                 divides_first = not self.reduction.sum_only and reduction.pre_divide == 1.0  # as FSDP2 does

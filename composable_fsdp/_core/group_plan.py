@@ -213,6 +213,7 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
         specs: the parameters.
         options: the options of each of the group's pairs of axes.
     """
+    # Parameters with equal keys share a bucket, cut where that saves page-locked memory.
     members: dict[object, list[int]] = {}
     for index, spec in enumerate(specs):
         members.setdefault(spec.bucket_key, []).append(index)
@@ -262,21 +263,25 @@ def _plan_bucket(
 ) -> BucketPlan:
     first = specs[indices[0]]
     axes = options[first.axes]
+    # The parameters of the bucket, and which of them have gradients.
     shards = [TensorShards(specs[i].shape, specs[i].dim, axes.num_shards) for i in indices]
     trainable = [k for k, i in enumerate(indices) if specs[i].trainable]
     is_small = sum(prod(spec.shape) * spec.compute_dtype.itemsize for spec in specs) <= SMALL_BYTES
     itemsize = first.compute_dtype.itemsize
     packs = first.gather_claim is not None and first.gather_claim.packs
+    # The all-gather: in the dtype of computation.
     gather = plan_gather(
         shards,
         itemsize=itemsize,
         zero_copy_min_bytes=NEVER_ZERO_COPY if packs else axes.zero_copy_min_bytes,
         encoded=packs,
     )
+    # The reduction: summed in the reduce dtype, and sent in a narrower one if the backend widens it.
     is_claimed = first.reduce_kind is not None
     sum_dtype = torch.float32 if is_claimed else first.reduce_dtype
     widest = next((specs[i] for i in indices if specs[i].summed_before), first)  # a bucket has one wire dtype
     wire_dtype = sum_dtype if is_claimed else _wire_dtype(widest, axes)
+    # Gradients that need no cast may be sent from where they are.
     as_it_is = wire_dtype == first.arriving_dtype and not is_claimed
     reduce = plan_reduce(
         shards,

@@ -104,9 +104,11 @@ def assemble(root_state: FSDPState) -> Root:
     states = states_by_name(root_state)
     for observer in OBSERVERS:
         observer.before_assembly(root_state, states)
+    # The root of all states below, in the order of modules.
     launcher = StreamLauncher(CommStreams(root_state.group.axes.device))
     root = Root(root_state, states, launcher, AutogradTask(), PassesUnderway(), OBSERVERS)
     _register(root)
+    # Roots that are now inside of it end, and leave their settings.
     for former in dict.fromkeys(root_of(state) for state in states.values() if state.root is not None):
         former.drain()
         root.finalization.take_settings(former.finalization)
@@ -115,6 +117,7 @@ def assemble(root_state: FSDPState) -> Root:
             vars(module).pop(ROOT_ATTRIBUTE, None)
     for module in root_state.modules:
         vars(module)[ROOT_ATTRIBUTE] = root
+    # All states have this root and their qualified names from now on.
     for name, state in states.items():
         state.group.rename(name)
         state.group.follow_patches()
@@ -201,6 +204,7 @@ def _step_frame() -> FrameType:
 
 
 def _install_optimizer_hooks() -> Callable[[], None]:
+    # A step inside a step of the same optimizer, as of a derived class, is part of it.
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks, outside_callers_context():
             for observer in OBSERVERS:
@@ -404,6 +408,7 @@ class ModuleHooks:
     def take_inputs(self, call: ForwardCall, args: Arguments, kwargs: Keywords) -> tuple[PyTree, PyTree]:
         """Move and cast the inputs of ``call``, whose parameters are unsharded."""
         state, watched = self._state, False
+        # Tell observers that the module computes next.
         if not call.is_inner:
             for observe in call.root.observers.enter_call:
                 observe(call.root, call)
@@ -411,10 +416,12 @@ class ModuleHooks:
                 for observe in call.root.observers.enter_with_others:
                     observe(call.root, call)
             watched = torch.is_grad_enabled()
+        # What happens to inputs: moved by the root, cast by each, and watched for the end of backward.
         precision = state.options.precision
         dtype = precision.param_dtype if precision.cast_forward_inputs else None  # input_dtype, without a call
         device = state.group.axes.device if state is call.root.root_state else None
         watches_all = watched and (in_transform() or dual_numbers._current_level >= 0)
+        # Nothing at all, in evaluation without mixed precision.
         if watched or dtype is not None or device is not None or precision.output_dtype is not None:
             take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=watches_all)
             try:
@@ -429,11 +436,13 @@ class ModuleHooks:
         """End a call that returned: reshard, and register hooks for backward."""
         state, call = self._state, self._state.calls_under_way.pop()
         try:
+            # Give containers back to the caller, and cast the output.
             inputs, dtype = call.end(), state.options.precision.output_dtype
             if inputs.containers:
                 output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
             elif dtype is not None:
                 output = map_tensors(_cast_to(dtype), output)
+            # Reshard, then watch for backward if one may come.
             if call.is_inner or not call.root.post_forward(call, id(module)):
                 return output
             return _watch_backward(call, inputs, output)
@@ -514,6 +523,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> Py
     gradients, no hook shows the end. In a transform none does either: the backwards of its levels end apart. The hooks
     own the call, and it owns the FSDP state and the root, so that backward works after the model was dropped.
     """
+    # The nodes of the inputs, at which backward leaves the call.
     views: Sequence[InputView] = inputs.views
     if inputs.watches_all:
         for view, _ in views:
@@ -524,6 +534,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> Py
     input_nodes = [node for view, version in views if view._version == version and (node := view.grad_fn) is not None]
     if len(input_nodes) < len(views):
         input_nodes.clear()
+    # The nodes of the outputs, at which backward enters it. Leaves get views, because hooks on leaves stay.
     if inputs.containers:
         output = inputs.map_output(_with_grad_fn, output, and_written=True)
         nodes, bases = _nodes_of(inputs.outputs(output), in_transform=inputs.watches_all)
@@ -532,12 +543,14 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> Py
         if None in nodes:
             output = map_tensors(_with_grad_fn, output)
             nodes, bases = _nodes_of(output, in_transform=inputs.watches_all)
+    # Tensors of the caller that the module has written are outputs too.
     if len(inputs.mapped) != len(input_nodes) and (written := inputs.written()):
         more, bases_of_more = _nodes_of(written, in_transform=inputs.watches_all)
         nodes, bases = nodes | more, bases | bases_of_more
     if not nodes and not input_nodes:
         return output
 
+    # The end of backward: the only input, the last of several, or none that a hook could see.
     if not input_nodes:
         call.end_unseen()
     elif len(input_nodes) == 1:
@@ -550,6 +563,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> Py
             node.register_hook(counter.on_input)
         for node in filter(None, nodes.difference(input_nodes, bases)):
             node.register_prehook(counter.expecting(input_nodes))
+    # The beginning: whichever output comes first.
     for node in filter(None, nodes | bases if bases else nodes):
         node.register_prehook(call.on_output_gradient)
     return output

@@ -78,6 +78,7 @@ class GroupReduction:
                 for member in members:
                     reductions += member.reductions_of([bucket.scatter for bucket in member.buckets])
             name = first.name if len(members) == 1 else describe_groups([member.name for member in members])
+            # Launch the first stage. Later ones are launched once it is done.
             for stage in stages_of(self._streams, reductions, first.axes.device, name, partial=self.partial):
                 pending = stage.stream.run(stage.launch, stage.finish, after=pending)
             assert pending is not None
@@ -87,6 +88,7 @@ class GroupReduction:
                     moved = reduce_scatter_wire_bytes(member.buckets, were_summed=member.were_summed)
                     stream = self._streams.reduce.name
                     trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
+                # Each group knows that its gradients are on their way.
                 member.begin_reduction(pending, partial=self.partial)
         finally:
             torch._C._set_grad_enabled(grad_mode)
@@ -108,6 +110,7 @@ class GroupReduction:
         if unread is not None and (unread or any(bucket.may_come_later for bucket in reduced)):
             unread.append(self)
             return
+        # Set the gradients, after the flags are read that say which ones are real.
         try:
             for bucket in reduced:
                 if bucket.flags is not None:
@@ -118,6 +121,7 @@ class GroupReduction:
             for parameter in (parameter for bucket in reduced for parameter in bucket.parameters):
                 parameter.check_grad_dtype()  # the cause, if that of torch's error
             raise
+        # The state tables move on.
         for member in self.members:
             member.end_reduction(partial=self.partial)
             if trace.listeners and not self.partial:
@@ -165,6 +169,7 @@ def _fuse(members: Sequence[ParamGroup]) -> tuple[BucketReduceScatter, ...]:
     first, pgs = members[0], members[0].process_groups[0]
     if not all(_has_same_route(first, group) and _is_plain(group) for group in members):
         return ()
+    # One plan for the parameters of all groups, as if they were one group.
     specs = tuple(spec for group in members for spec in group.plan.specs)
     parameters = [parameter for group in members for parameter in group.parameters]
     return tuple(

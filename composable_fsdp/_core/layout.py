@@ -239,21 +239,25 @@ def plan_reduce(
 
     A gradient has no padded tail, so only even shards can be zero-copy.
     """
+    # Large even gradients are sent from where autograd left them.
     chosen = tuple(shards[i] for i in indices)
     zero_copy = tuple(
         k
         for k, s in enumerate(chosen)
         if s.concatenates and s.layout.is_even and s.numel > 0 and s.numel * itemsize >= zero_copy_min_bytes
     )
+    # Flags are one more packed segment, the last one.
     num_flags = len(chosen) if flags else 0
     lengths = [s.padded_numel for s in chosen] + ([num_flags] if num_flags else [])  # the flags are packed last
     output, packed, widths = _packed_first(lengths, zero_copy, itemsize, encoded)
+    # Where gaps are in each row, and how large the largest copy with padding is.
     gradients = packed[:-1] if num_flags else packed
     flags_width = widths[-1] if num_flags else 0  # all of it is written, so it does not count as a gap
     numbered = enumerate(zip(gradients, widths, strict=False), 1)
     gaps = [(number, width - chosen[k].padded_numel) for number, (k, width) in numbered]
     uneven = [chosen[k].numel for k in gradients if chosen[k].numel != chosen[k].padded_numel * chosen[k].num_shards]
     in_chunks = all(chosen[k].dim == 0 and chosen[k].numel > 0 for k in gradients)
+    # Gradients and flags in the output.
     offsets = output.offsets[: len(chosen)]
     flags_offset = output.offsets[-1] if num_flags else 0
     return ReduceLayout(
@@ -536,10 +540,12 @@ def cut_pinned(sizes: Sequence[tuple[int, ...]]) -> list[range]:
         sizes: the bytes of each parameter in each of several allocations that a run makes: one for its shards, one for
             its gradients.
     """
+    # One allocation for all is good enough, or too small to matter.
     columns = [(0, *accumulate(column)) for column in zip(*sizes, strict=True)]
     count, total = len(sizes), sum(ends[-1] for ends in columns)
     if total < _UNCUT_BYTES or sum(pinned_bytes(ends[-1]) for ends in columns) <= (1 + MOST_WASTE) * total:
         return [range(count)]
+    # The memory that each run of parameters would take.
     taken = [
         [sum(pinned_bytes(ends[end] - ends[begin]) for ends in columns) for begin in range(end)]
         for end in range(count + 1)
@@ -547,11 +553,13 @@ def cut_pinned(sizes: Sequence[tuple[int, ...]]) -> list[range]:
     least = [0.0] * (count + 1)
     for end in range(1, count + 1):
         least[end] = min(least[begin] + taken[end][begin] for begin in range(end))
+    # Add one more run at a time until the waste is small.
     enough = max((1 + MOST_WASTE) * total, least[count])
     costs, begins = [0.0, *[inf] * count], list[list[int]]()  # of the first parameters in one more run each time
     while costs[count] > enough:
         begins.append([min(range(end), key=lambda b: costs[b] + taken[end][b], default=0) for end in range(count + 1)])
         costs = [inf, *(costs[begins[-1][end]] + taken[end][begins[-1][end]] for end in range(1, count + 1))]
+    # Walk back through the choices.
     runs, end = list[range](), count
     for begin_of in reversed(begins):
         runs.append(range(begin_of[end], end))

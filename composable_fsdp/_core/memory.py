@@ -92,6 +92,7 @@ def backend_capabilities(group: dist.ProcessGroup, device_type: str) -> BackendC
     ``dist.get_backend`` returns what ``init_process_group`` was given: ``"cpu:gloo,cuda:nccl"`` as it is, and
     ``"undefined"`` if it was given nothing.
     """
+    # "cpu:gloo,cuda:nccl" has one backend for each kind of device.
     backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
     name = backends.get(device_type, "")
     backend: Any = group  # a process group in Python is its own backend
@@ -232,10 +233,12 @@ class InFlight(Generic[T]):
         if self._event is not None and self._current_stream is not None:
             current = self._current_stream()
             current.wait_event(self._event)
+        # The first wait completes the work; later ones return its result.
         if not self._done:
             self._complete()
             # The memory of the messages returns to the stream, and others may wait for the result too.
             self._event, self._current_stream = self._stream.wait_for_current()
+        # Messages go back to the stream they were allocated on.
         if self._owned is not None and current is not None and current != self._launched_from:
             assert self._launched_from is not None
             self._launched_from.wait_event(current.record_event())  # the memory of the messages may return to it
@@ -288,6 +291,7 @@ class InFlight(Generic[T]):
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
+            # The host is blocked here on the CPU; on streams this orders the current one.
             begin = time.perf_counter()
             self._work.wait()
             self._stream.seconds_waited += time.perf_counter() - begin
@@ -368,14 +372,17 @@ class CommStream:
         """
         pending = InFlight(launch, finish, after, self)
         if not self._is_null:
+            # Allocate on the current stream, whose memory is reused in its order.
             if allocate is not None:
                 allocate()
             current = self._module.current_stream()
             self._first.wait_stream(current)
             try:
+                # Copy and encode beside the collective before this one.
                 if prepare is not None:
                     with self._module.stream(self._first):
                         without_grad(prepare)()
+                # Launch after that, on the stream of collectives.
                 if self._first is not self._stream:
                     self._stream.wait_stream(self._first)
                 with self._module.stream(self._stream):

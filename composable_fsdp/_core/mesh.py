@@ -129,6 +129,7 @@ def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:
             f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}: only ranks of the mesh may call "
             "fully_shard with it."
         )
+    # The last axis shards, the first of two replicates.
     shard = axis_communicator(mesh, mesh.ndim - 1)
     replicate = axis_communicator(mesh, 0) if mesh.ndim == 2 else loopback()
     return DataParallelAxes(mesh, current_device(mesh.device_type), shard, replicate)
@@ -228,11 +229,13 @@ class ModelParallel:
         if self.form is not None:
             gradient = as_dtensor(gradient, self.mesh, self.form.gradient_placements, self.shape)
         assert isinstance(gradient, DTensor)
+        # On data-parallel axes, keep what is a sum or a mean of local tensors.
         arrived = gradient.placements
         wanted = tuple(
             got if axis in self.data_axes and _is_linear(got) else own
             for axis, (own, got) in enumerate(zip(self.placements, arrived, strict=True))
         )
+        # Sum over model-parallel axes, in the dtype of the reduction.
         if wanted != arrived:
             if any(got.is_partial() and got != new for got, new in zip(arrived, wanted, strict=True)):
                 gradient = cast(DTensor, gradient.to(sum_dtype))
@@ -240,6 +243,7 @@ class ModelParallel:
         local = gradient._local_tensor
         if isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
+        # A gradient that was gathered over data-parallel axes is the sum of all ranks: take a part of it.
         parts = prod(self.mesh.size(axis) for axis in self.data_axes if not _is_linear(arrived[axis]))
         return local if parts == 1 else local / parts
 

@@ -150,6 +150,7 @@ class ShardedParameter:
         self.communication = source.communication
         self.offload, self.precision = source.offload, source.precision
         self.shape = tuple(local_part(tensor).shape)
+        # Attributes of the user go along, but for those of a plain tensor that stands for a DTensor.
         inner = self.sharding.inner
         hidden = inner.form.attributes if inner is not None and inner.form is not None else ()
         self._attributes = {name: value for name, value in vars(tensor).items() if name not in hidden}
@@ -157,12 +158,14 @@ class ShardedParameter:
         """The class of the original parameter. Modules may check it, e.g. for bitsandbytes' ``Params4bit``."""
         self.is_packed = self.kind is not nn.Parameter and not tensor.requires_grad
         """True if the bytes may be packed values, as in bitsandbytes' ``Params4bit``, whatever the dtype."""
+        # The dtype of gradients: set on the tensor, or by the policy, or that of the parameter.
         grad_dtype = source.precision.grad_dtype
         default = _SAME_DTYPE if grad_dtype is None or not tensor.is_floating_point() else grad_dtype
         self._gradient_dtype = tensor.grad_dtype if has_grad_dtype(tensor) else default
         self.owners = source.owners
         self.state_ref: ref[Any] | None = None
         """A weak reference to the FSDP state, whose type this module does not import."""
+        # Both forms are one until the first group is built.
         self.sharded = self.sharding.parameter(local, tensor.requires_grad)
         self.unsharded: nn.Parameter = self.sharded
         self.full = local
@@ -315,6 +318,7 @@ class ShardedParameter:
             return False
         if in_functional_call():
             return True
+        # Another tensor is registered: it must be a DTensor with this sharding.
         old, new = cast(Any, self.sharded), registered
         if not isinstance(new, DTensor) or not isinstance(new, nn.Parameter):
             raise ParameterError(
@@ -328,6 +332,7 @@ class ShardedParameter:
                 f"{new.placements} on {new.device_mesh}; expected shape {tuple(old.shape)} with {old.placements} on "
                 f"{old.device_mesh}."
             )
+        # It may belong to another group, as tied weights do.
         other = find_parameter(new)
         if other is not None and other is not self and other.sharded is new:
             raise ParameterError(
@@ -483,12 +488,14 @@ def accept_gradients(parameters: Iterable[ShardedParameter], shards: Iterable[to
     with without_torch_function():
         for parameter, local in zip(parameters, shards, strict=True):
             sharded: Any = parameter.sharded
+            # A gradient is a DTensor like its parameter, maybe in another dtype.
             spec = sharded._spec
             if parameter._gradient_dtype is not _SAME_DTYPE and local.dtype != spec.tensor_meta.dtype:
                 spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
             gradient: Any = new(DTensor, local, spec, requires_grad=False)
             if sharded._backward_hooks:
                 gradient = _after_hooks(sharded._backward_hooks, gradient)
+            # Set it, or add it to that of earlier microbatches.
             if sharded.grad is None:
                 sharded.grad = gradient
             else:

@@ -106,6 +106,7 @@ def _shown(tree: PyTree, items: Items) -> Items:
 
 def _fill(tree: PyTree, items: Items) -> None:
     """Make ``items``, in the form of :func:`_items`, everything that ``tree`` holds. The order of keys counts."""
+    # Remove what is not wanted, or all if the order differs.
     now, is_record = _items(tree), dataclasses.is_dataclass(tree)
     assert now is not None
     if is_record:
@@ -264,10 +265,12 @@ class CallInputs:
         if known is not None:
             return known
         mapped = tensor
+        # Move, then cast.
         if self._device is not None and tensor.device != self._device:
             mapped = mapped.to(self._device, non_blocking=True)
         if self._dtype is not None and tensor.is_floating_point():
             mapped = mapped.to(self._dtype)
+        # Watch by a view, whose node belongs to this call alone.
         if self._watched and (mapped.requires_grad or self.watches_all):
             if mapped is tensor:
                 mapped = mapped.view_as(mapped)
@@ -280,12 +283,14 @@ class CallInputs:
         """Return the container that the module gets for ``tree``, which is not a plain tuple."""
         if self._known is _NOTHING:
             self.containers, self._known, self._casts, self._untouched = [], {}, {}, {}
+        # The same container twice is one container.
         known = self._known.get(id(tree))
         if known is not None:
             return known.given
         items = None if _is_value(tree) else _items(tree)
         if items is None:
             return self._without_views(tree)
+        # Views go into the container itself; casts into a copy.
         take = partial(map_tensors, self._in_container, container=self.container)
         mapped, given = items | {key: take(item) for key, item in _shown(tree, items).items()}, tree
         if any(map(_is_cast, items.values(), mapped.values())):
@@ -343,6 +348,7 @@ class CallInputs:
                     for name, item in _attributes(restored).items():
                         object.__setattr__(tree, name, tree if item is restored else item)
                 continue
+            # What the module wrote stays; all else is what it was before.
             now = _items(given)
             assert now is not None
             after = now | {

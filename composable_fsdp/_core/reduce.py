@@ -130,6 +130,7 @@ class BucketReduceScatter:
             self.own = cast(ReduceKind, self.plan.reduce_kind).make(self, former)
 
     def _make_views(self) -> None:
+        # The gradients of the bucket, and the shapes of their shards.
         layout, rank = self.plan.reduce, self._shard.rank
         self._all_indices = frozenset(range(len(layout.indices)))
         self._members = [self.parameters[i] for i in layout.indices]
@@ -138,6 +139,7 @@ class BucketReduceScatter:
         self._shapes = [shards.shard_shape(rank) for shards in layout.shards]
         """The shapes of this rank's shards of the gradients."""
         self._not_vectors = [(k, shape) for k, shape in enumerate(self._shapes) if len(shape) != 1]
+        # Where shards are in the output, so that one split gives all of them.
         ends = [offset + prod(shape) for offset, shape in zip(layout.output.offsets, self._shapes, strict=True)]
         self._gradient_span = (min(layout.output.offsets, default=0), max(ends, default=0))
         """Bounds of the gradients in the output. It has no gaps if its length is the gradients' total size."""
@@ -145,6 +147,7 @@ class BucketReduceScatter:
         """The widths that split the output into gradients and gaps, and which of the pieces each gradient is."""
         self._split_on_host = self._widths, self._pieces
         """The same for the copy of an offloaded output, which has no flags."""
+        # The same without flags, for outputs on the host.
         if layout.flags_width:
             before = [layout.flags_width * (offset > layout.gradient_numel) for offset in layout.output.offsets]
             begins, ends = (list(map(sub, bounds, before)) for bounds in (layout.output.offsets, ends))
@@ -165,12 +168,15 @@ class BucketReduceScatter:
         if not layout.indices:
             return None
         sum_dtype = plan.sum_dtype
+        # Take the gradients from autograd.
         gradients = take_gradients(self._members, sum_dtype)
         present = self._all_indices
         if any(map(is_, gradients, repeat(None))):
             present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
+        # Dtypes: of the result, and on the wire.
         gradient_dtype = plan.gradient_dtype or _widest_dtype(gradients, sum_dtype)
         wire_dtype = sum_dtype if were_summed else plan.wire_dtype
+        # A codec makes its own message.
         if self.own is not None and self.own.row_bytes is not None:
             output = torch.empty(layout.output.numel, dtype=sum_dtype, device=self.device)
             # Fill the alignment gap too: an all-reduce over the replicate axis reads it.
@@ -178,6 +184,7 @@ class BucketReduceScatter:
             scatter = ReduceScatterBuffers([], output, present, gradient_dtype)
             scatter.message = self.own.message(self, gradients, scatter)
             return scatter
+        # Small gradients in one packed message, large ones from where they are.
         message = self._packed_message(gradients, present, reduction, wire_dtype)
         output = self.pgs.scatter.allocate(layout.output.numel, sum_dtype, self.device)
         scatter = ReduceScatterBuffers([], output, present, gradient_dtype)
@@ -257,6 +264,7 @@ class BucketReduceScatter:
         """Copy packed gradients into their columns of ``message``, one row per rank, and cast them."""
         layout = self.plan.reduce
         columns, sources = [], []
+        # One column of the message for each gradient.
         widths = layout.packed_widths[: len(layout.packed)]
         blocks = message[:, : layout.gradient_numel].split_with_sizes(widths, dim=1)
         for k, column in zip(layout.packed, blocks, strict=True):
@@ -349,9 +357,11 @@ class BucketReduceScatter:
 
         The host does not wait: it launches the next operations while this reduction runs.
         """
+        # Which parameters get a gradient.
         present, flags = self._presence(scatter)
         if flags is not None and self.pgs.device.has_streams:
             flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
+        # Divide, cast, and move to where the shards rest.
         divide(scatter.output, reduction.post_divide)
         flat, widths, places = scatter.output.to(scatter.gradient_dtype), self._widths, self._pieces
         if flat.device != self.rest:
@@ -556,6 +566,7 @@ class _HybridReduce:
     def scatter(self) -> Work:
         label = f"reduce-scatter of {self._name}"
         works: list[Work] = []
+        # One collective for each communicator and operation, usually one in all.
         keys = [(bucket.scatter.pgs.scatter, bucket.reduction.op) for bucket in self._reductions]
         for (communicator, op), reductions in group_by_key(keys, self._reductions):
             transfers = [transfer for bucket in reductions for transfer in bucket.buffers.transfers]

@@ -102,6 +102,7 @@ class Registration:
             self._storages = list(map(_storage, self._stored))
 
     def _collect_tensors(self) -> None:
+        # Flat lists, over which one C call goes for all parameters.
         parameters = self._parameters
         self._sharded = [p.sharded for p in parameters]
         self._unsharded = [p.unsharded for p in parameters]
@@ -114,6 +115,7 @@ class Registration:
         self._shown = [p.sharded for _, _, p in owned]
         self._shown_unsharded = [p.unsharded for _, _, p in owned]
         self._with_setattr = [(ref(module), name, p) for module, name, p in owned if _overrides_setattr(module)]
+        # By module, one update of a dict shows all of its parameters.
         owners: dict[int, _Owner] = {}
         for module, name, parameter in owned:
             if not _overrides_setattr(module):
@@ -126,10 +128,12 @@ class Registration:
 
         Tensors that a user has registered stay, and the next all-gather raises.
         """
+        # ``requires_grad`` that was changed on the unsharded form.
         if list(map(_requires_grad, self._unsharded)) != self._trainable:
             for parameter in self._parameters:
                 if parameter.unsharded.requires_grad != parameter.trainable:
                     parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
+        # A tensor of the user stays where it was registered.
         if self._shows_unsharded:
             self._shows_unsharded = self.shows_others = False
             if not all(map(is_, map(_get, self._registered, self._names), self._shown_unsharded)):

@@ -154,11 +154,13 @@ class Root:
             return
         with self._around(_PRE_FORWARD, state):
             run, recomputes = Run(), self._pass is BACKWARD
+            # The outermost module begins the pass.
             if self._pass is IDLE:
                 self._begin_forward(call)
             for observe in self.observers.begin_run:
                 observe(self, state)
             call.run = run
+            # Gather what the run needs, and what comes after it.
             if recomputes:  # each recomputation is a run of its own
                 self.unshard(state, self.plans.eager(state.group.name, in_backward=True, recomputes=True), "backward")
                 return
@@ -173,6 +175,7 @@ class Root:
     def post_forward(self, call: ForwardCall, module_id: int) -> bool:
         """The forward ``call`` of a module has ended. Return whether a backward may come back to it."""
         run, has_grad, is_in_backward = call.run, torch.is_grad_enabled(), self._pass is BACKWARD
+        # Other modules of the group may still come in this run.
         if run.remaining:
             run.remaining.discard(module_id)
         with self._around(_POST_FORWARD, call):
@@ -188,11 +191,13 @@ class Root:
         state, has_grad = call.state, self.leads_to_backward()
         for observe in self.observers.end_run:
             observe(self, state)
+        # The first end of the run gives it a place in the record, to which backward comes back.
         if run.record is NO_RECORD:
             run.record = self.plans.record
             run.position = self.plans.end_run(state, comes_back=has_grad and bool(state.group.plan.specs))
             if run.position >= 0:
                 self.progress.forwards.setdefault(run.record, set()).add(state)
+        # The last module of the group frees it.
         is_outermost = state is self._outermost
         if run.remaining and not is_outermost:
             return
@@ -205,10 +210,12 @@ class Root:
     def _begin_forward(self, call: ForwardCall) -> None:
         self._pass, self._outermost = FORWARD, call.state
         self._passes.begin_forward(self, call)
+        # Before the first collective: ranks agree, and the optimizer is done.
         self.verify_ranks()
         if self.post_optimizer_event is not None:
             self.streams.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
+        # What is left of earlier steps.
         self._forget_before_step()
         self.drain_before_changes()
         self._grad_mode, forwards = torch.is_grad_enabled(), self.progress.forwards
@@ -216,6 +223,7 @@ class Root:
             del forwards[next(iter(forwards))]
         for observe in self.observers.begin_forward:
             observe(self, call.state)
+        # Groups that stayed unsharded are used if they are fresh.
         for other in self.states.values():
             if other.kept is not None:
                 self.plans.drop_stale(other)
@@ -226,6 +234,7 @@ class Root:
             observe(self)
         self._pass, self._outermost = IDLE, None
         self._passes.end(self, succeeded=True)
+        # End runs of which some modules did not come.
         for other in self.states.values():
             if other.run is not None:  # some modules of the group did not run
                 other.run = None
@@ -243,6 +252,7 @@ class Root:
         if error is not None:
             in_backward, ends_forward = self._pass is BACKWARD, state is self._outermost
             self._passes.note(self, error, state, in_backward=in_backward, ends_forward=ends_forward)
+        # A recomputation: the backward around it goes on, or fails by itself.
         if self._pass is BACKWARD:
             return
         if state.run is not None and state.run.record is NO_RECORD:
@@ -265,12 +275,14 @@ class Root:
             if self._pass is not BACKWARD:
                 self._begin_backward()
             state, run = call.state, call.run
+            # Note that backward is here.
             self._passes.reach(self, state)
             self.progress.enter(call)
             if call.is_recomputed and state in self.queue.waiting:
                 self.reduce_gradients(state)  # before a backward inside this one adds to them
             for observe in self.observers.enter_backward:
                 observe(self, call)
+            # Gather again what the forward has freed.
             if state.options.unshard_in_backward:
                 self.unshard(state, self.plans.backward_of(run.record, run.position, state.group.name), "backward")
 
@@ -313,10 +325,12 @@ class Root:
         with self._around(Hook.END_BACKWARD, self.root_state):
             for observe in self.observers.end_backward:
                 observe(self)
+            # Nothing may come after this.
             self.progress.end()
             self.queue.waiting.clear()
             for state in self.states.values():
                 self._end_backward_of(state)
+            # Wait, once, for everything that is in flight.
             works = [work for observe in self.observers.before_end for work in observe(self, BACKWARD)]
             self.finalization.end_backward()
             if self.waits_after_backward:
@@ -331,6 +345,7 @@ class Root:
         state.open_calls, group = 0, state.group
         if group.sums_are_in_flight and not state.keeps_partial:
             self.drain()  # this backward did not use the group, which holds the sums only then
+        # Gradients that no hook completed.
         if group.gradient_state in HELD_GRADIENTS:
             self.reduce_gradients(state, at_end=True)
         if state.options.accumulation is _SUM_UNSHARDED:
@@ -363,6 +378,7 @@ class Root:
         """Make the parameters of ``state`` and of its owners ready, and gather what is ``planned`` ahead."""
         plans, launcher = self.plans, self.launcher
         needed = (state, *state.owner_states) if state.owner_states else (state,)
+        # What is needed now.
         is_late = planned.before_wait
         for member in needed:
             if member.group.parameter_state not in UNSHARD_STARTED:
@@ -371,9 +387,11 @@ class Root:
                     launcher.gather(*plans.gather_of(planned.own, planned.fused, direction))
                 else:  # maybe of another root
                     launcher.gather(*plans.gather_of((member.group.name,), planned.fused, direction, (member.group,)))
+        # It was gathered ahead: wait first. Note: order of free, wait and reduce
         if not is_late:
             for member in needed:
                 launcher.wait(member.group)
+        # What comes next, if there is memory for it.
         for names in planned.ahead:
             if self.states[names[0]].group.parameter_state not in UNSHARD_STARTED and plans.fits(names):
                 launcher.gather(*plans.gather_of(names, planned.fused, direction))
@@ -389,6 +407,7 @@ class Root:
         for member in (state, *state.owner_states) if state.owner_states else (state,):
             if member.is_in_use:
                 continue
+            # As the user set it, then as the plan says.
             kind = member.options.reshard.kind
             stays = kind is _NEVER or (kind is _AUTO and member is self.root_state and has_grad)
             if stays or (has_grad and self._grad_mode and planned is not None and self.plans.keeps(member, planned)):
@@ -534,9 +553,11 @@ class Root:
         for some groups only, and reductions in flight would set them after a ``zero_grad`` of the optimizer. After a
         pass that failed on any rank, all ranks must call it.
         """
+        # Ranks meet, if they can.
         have_met = False
         for observe in self.observers.reset:
             have_met |= observe(self)
+        # Nothing in flight, no gradients, no parameters unsharded.
         self.drain()
         for state in self.states.values():
             state.group.drop_gradients()

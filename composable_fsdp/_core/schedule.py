@@ -97,6 +97,7 @@ def make_plan(record: ForwardRecord, facts: Facts, limits: Limits, fused: Togeth
 
     The fusions are those of the forward, or ``fused`` if that has begun already.
     """
+    # One gather for each run, when it begins: the plan that passes then change.
     begun = tuple(PlannedRun(event.group, (event.group,)) for event in record.events if event.hook is Hook.PRE_FORWARD)
     ended = tuple(PlannedRun(name, (name,)) for name in reversed(record.ended))
     names = dict.fromkeys(run.group for run in begun)
@@ -140,6 +141,7 @@ def fuse(plan: Plan, facts: Facts, limits: Limits) -> Plan:
         return plan
 
     def fused(runs: Sequence[PlannedRun], *, in_backward: bool) -> tuple[PlannedRun, ...]:
+        # A group that does not come again in this pass is not gathered again.
         last = {run.group: at for at, run in enumerate(runs)}
         found = []
         for at, run in enumerate(runs):
@@ -165,8 +167,10 @@ def prefetch(plan: Plan, facts: Facts, limits: Limits) -> Plan:
         found = []
         next_own: dict[str, tuple[str, ...]] = {}
         targets: list[str] = []
+        # From the last run backwards, so that what follows each one is known.
         for run in reversed(runs):
             own = facts[run.group]
+            # The groups that the user chose, or the next ones.
             chosen = own.backward_prefetch if in_backward else own.forward_prefetch
             if chosen is None:
                 others = [name for name in targets if name != own.name] if own.has_parameters else ()
@@ -398,6 +402,7 @@ class Planner:
 
     def _plan_of(self, record: ForwardRecord, fused: Together | None) -> Plan:
         facts, limits = self.inputs.facts, self.inputs.limits
+        # Equal inputs have the same plan, the last one first.
         key = facts, limits, record.events, record.ended, fused, tuple(PASSES)
         for at, (known, plan) in enumerate(self._plans):
             if known[0] is key[0] and known[1:] == key[1:]:
@@ -425,6 +430,7 @@ class Planner:
         """Return :attr:`inputs`, after making them again if an option or the plan of a group has changed."""
         if self.is_current:
             return self.inputs
+        # An option or a group has changed: read all of them.
         states, options = self._states, self._root.options
         sources = tuple((state, state.options, state.group.plan, state.is_shared) for state in states.values())
         names = {state: name for name, state in states.items()}

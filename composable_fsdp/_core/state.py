@@ -297,6 +297,7 @@ class FSDPState:
     def __init__(
         self, modules: Sequence[nn.Module], group: ParamGroup, options: Options, owner_states: Sequence[FSDPState] = ()
     ) -> None:
+        # Of the call of ``fully_shard``.
         self._modules = tuple(map(ref, modules))
         self.module_ids = frozenset(map(id, modules))
         self.group = group
@@ -307,12 +308,14 @@ class FSDPState:
         for owner in self.owner_states:
             owner._add_user(self)
         self.has_nested_states = any(find_state(m) not in (None, self) for module in modules for m in module.modules())
+        # Of the current pass.
         self.calls_under_way: list[ForwardCall] = []
         """The forward calls on the Python stack, innermost last."""
         self.run: Run | None = None
         """The current forward run of the modules."""
         self.open_calls = 0
         """The number of forward calls whose input gradients this backward has not reached."""
+        # Between passes.
         self.kept: Kept | None = None
         """Set while the group is kept unsharded between passes."""
         self.stays: bool | None = None
