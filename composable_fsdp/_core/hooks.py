@@ -412,7 +412,7 @@ class ModuleHooks:
         if not call.is_inner:
             for observe in call.root.observers.enter_call:
                 observe(call.root, call)
-            if state.group.registration.shows_others:
+            if state.group.registration.shows_tensors_of_user:
                 for observe in call.root.observers.enter_with_others:
                     observe(call.root, call)
             watched = torch.is_grad_enabled()

@@ -93,7 +93,7 @@ class Registration:
         self._parameters = tuple(parameters)
         self._created_by_gather = created_by_gather
         self._shows_unsharded = self._is_hidden = False
-        self.shows_others = False
+        self.shows_tensors_of_user = False
         """True if modules compute with other tensors than the unsharded parameters, which a user has registered."""
         self._collect_tensors()
         self._counted = [*self._sharded, *memory]
@@ -135,7 +135,7 @@ class Registration:
                     parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
         # A tensor of the user stays where it was registered.
         if self._shows_unsharded:
-            self._shows_unsharded = self.shows_others = False
+            self._shows_unsharded = self.shows_tensors_of_user = False
             if not all(map(is_, map(_get, self._registered, self._names), self._shown_unsharded)):
                 for place, name, parameter in self._owned:
                     _replace(place, name, parameter.unsharded, parameter.sharded)
@@ -172,7 +172,7 @@ class Registration:
             self._collect_tensors()
         self._shows_unsharded = True
         if not all(map(is_, map(_get, self._registered, self._names), self._shown)):
-            self.shows_others = True
+            self.shows_tensors_of_user = True
             for place, name, parameter in self._owned:
                 _replace(place, name, parameter.sharded, parameter.unsharded)
             return
@@ -183,10 +183,10 @@ class Registration:
                 setattr(module, name, parameter.unsharded)
 
     def find_others(self) -> bool:
-        """Set ``shows_others`` by what is registered now, and return it. For groups that stayed unsharded."""
+        """Set ``shows_tensors_of_user`` by what is registered now, and return it. For groups that stayed unsharded."""
         registered: Any = map(_get, self._registered, self._names)
-        self.shows_others = self._shows_unsharded and not all(map(is_, registered, self._shown_unsharded))
-        return self.shows_others
+        self.shows_tensors_of_user = self._shows_unsharded and not all(map(is_, registered, self._shown_unsharded))
+        return self.shows_tensors_of_user
 
     @property
     def is_current(self) -> bool:

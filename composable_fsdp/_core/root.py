@@ -194,7 +194,7 @@ class Root:
         # The first end of the run gives it a place in the record, to which backward comes back.
         if run.record is NO_RECORD:
             run.record = self.plans.record
-            run.position = self.plans.end_run(state, comes_back=has_grad and bool(state.group.plan.specs))
+            run.position = self.plans.end_run(state, leads_to_backward=has_grad and bool(state.group.plan.specs))
             if run.position >= 0:
                 self.progress.forwards.setdefault(run.record, set()).add(state)
         # The last module of the group frees it.
@@ -401,7 +401,7 @@ class Root:
 
     def free_after_forward(self, state: FSDPState, planned: PlannedRun | None, *, has_grad: bool) -> None:
         """Free, shrink or keep ``state`` and its owners after a forward, as their settings and ``planned`` say."""
-        if state.stays:
+        if state.keeps_unsharded:
             state.note_kept(self.plans.seen_steps)
             return
         for member in (state, *state.owner_states) if state.owner_states else (state,):
@@ -417,7 +417,7 @@ class Root:
                 self.launcher.shrink(member.group, member.options.reshard.mesh_size)
             else:
                 self.launcher.free(member.group)
-        if state.stays is False:
+        if state.keeps_unsharded is False:
             self.launcher.free(state.group)
 
     def reduce_gradients(self, state: FSDPState, *, at_end: bool = False) -> None:

@@ -26,10 +26,10 @@ Each further one costs its unsharded size. It pays where reductions take longer 
 DEFAULT_FUSED_BYTES = 1 << 20
 """The default maximum size of the full parameters in one fusion, in bytes."""
 
-Together: TypeAlias = Mapping[str, tuple[str, ...]]
+Fusions: TypeAlias = Mapping[str, tuple[str, ...]]
 """The groups of each fusion, by each of its groups."""
 
-ALONE: Together = MappingProxyType({})
+ALONE: Fusions = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class PlannedRun:
     """The gathers for later runs."""
     before_wait: bool = False
     """Launch ``ahead`` before the wait for the group even if it is in flight already."""
-    fused: Together = field(default_factory=lambda: ALONE)
-    keep: Together = field(default_factory=lambda: ALONE)
+    fused: Fusions = field(default_factory=lambda: ALONE)
+    keep: Fusions = field(default_factory=lambda: ALONE)
     """The groups to keep after forward, each with those that stay in memory with it."""
 
 
@@ -86,13 +86,13 @@ class Plan:
 
     forward: tuple[PlannedRun, ...] = ()
     backward: tuple[PlannedRun, ...] = ()
-    fused: Together = field(default_factory=lambda: ALONE)
+    fused: Fusions = field(default_factory=lambda: ALONE)
 
 
 PlanPass: TypeAlias = Callable[[Plan, Facts, Limits], Plan]
 
 
-def make_plan(record: ForwardRecord, facts: Facts, limits: Limits, fused: Together | None = None) -> Plan:
+def make_plan(record: ForwardRecord, facts: Facts, limits: Limits, fused: Fusions | None = None) -> Plan:
     """Return the plan of a forward like that of ``record``, and of its backward.
 
     The fusions are those of the forward, or ``fused`` if that has begun already.
@@ -107,7 +107,7 @@ def make_plan(record: ForwardRecord, facts: Facts, limits: Limits, fused: Togeth
     return plan
 
 
-def fusions(order: Sequence[str] | Mapping[str, Any], facts: Facts, limit: int) -> Together:
+def fusions(order: Sequence[str] | Mapping[str, Any], facts: Facts, limit: int) -> Fusions:
     """Return the fusions of small groups that are adjacent in ``order``, up to ``limit`` bytes each."""
     runs: list[list[str]] = [[]]
     filled = 0
@@ -125,7 +125,7 @@ def fusions(order: Sequence[str] | Mapping[str, Any], facts: Facts, limit: int) 
     return {name: tuple(run) for run in runs if len(run) > 1 for name in run}
 
 
-def gathered_with(name: str, facts: Facts, fused: Together, *, in_backward: bool) -> tuple[str, ...]:
+def gathered_with(name: str, facts: Facts, fused: Fusions, *, in_backward: bool) -> tuple[str, ...]:
     """Return ``name`` and the groups of its fusion that come after it in a pass."""
     members, own = fused.get(name), facts[name]
     if members is None or not own.can_fuse or (in_backward and not own.unshard_in_backward):
@@ -252,7 +252,7 @@ class Planner:
         self.seen_steps = 0
         self.record = self.known = ForwardRecord()
         self.runs_on_all_ranks = False
-        self.fused: Together = ALONE
+        self.fused: Fusions = ALONE
         self.inputs = PlanInputs()
         self._plans: list[tuple[tuple[object, ...], Plan]] = []
         """The last plans with what they depend on, most recent first."""
@@ -285,9 +285,9 @@ class Planner:
                 return run
         return self.eager(event.group)
 
-    def end_run(self, state: FSDPState, *, comes_back: bool) -> int:
+    def end_run(self, state: FSDPState, *, leads_to_backward: bool) -> int:
         """Note that ``state`` ended a run in forward. Return its position in the record, -1 without a backward."""
-        return self.record.end(state.group.post_forward_event, leads_to_backward=comes_back)
+        return self.record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
 
     def end_forward(self) -> None:
         record, known = self.record, self.known
@@ -329,7 +329,7 @@ class Planner:
     # -- gathers
 
     def gather_of(
-        self, names: tuple[str, ...], fused: Together, direction: str, groups: Sequence[ParamGroup] | None = None
+        self, names: tuple[str, ...], fused: Fusions, direction: str, groups: Sequence[ParamGroup] | None = None
     ) -> tuple[Sequence[ParamGroup], str]:
         """Return the groups of one gather, by default those called ``names``, and its label."""
         if groups is None:
@@ -390,7 +390,7 @@ class Planner:
         return max(limits) if limits else None if self.launcher.has_streams else 1
 
     @property
-    def fused_for(self) -> tuple[Together, PlanInputs]:
+    def fused_for(self) -> tuple[Fusions, PlanInputs]:
         """The fusions, and what they were made from."""
         return self.fused, self.inputs
 
@@ -400,7 +400,7 @@ class Planner:
 
     # -- plans
 
-    def _plan_of(self, record: ForwardRecord, fused: Together | None) -> Plan:
+    def _plan_of(self, record: ForwardRecord, fused: Fusions | None) -> Plan:
         facts, limits = self.inputs.facts, self.inputs.limits
         # Equal inputs have the same plan, the last one first.
         key = facts, limits, record.events, record.ended, fused, tuple(PASSES)

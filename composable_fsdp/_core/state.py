@@ -318,7 +318,7 @@ class FSDPState:
         # Between passes.
         self.kept: Kept | None = None
         """Set while the group is kept unsharded between passes."""
-        self.stays: bool | None = None
+        self.keeps_unsharded: bool | None = None
         """True or False if an observer has decided that the group stays unsharded after the forward, or not."""
         self.backward_wrappers = BackwardWrappers()
         self._root: Callable[[], Any] = _no_root

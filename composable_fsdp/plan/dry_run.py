@@ -387,7 +387,7 @@ class Replay:
         for state, dry in self._copies.items():
             dry.group = DryGroup(state.group)
             dry.calls_under_way, dry.run, dry.open_calls, dry.backward_wrappers = [], None, 0, BackwardWrappers()
-            dry.stays = None  # that of the last forward
+            dry.keeps_unsharded = None  # that of the last forward
         for state, dry in self._copies.items():
             dry.owner_states = tuple(self._copies[owner] for owner in state.owner_states if owner in self._copies)
             dry.user_states = [ref(self._copies[user]) for user in alive(state.user_states) if user in self._copies]

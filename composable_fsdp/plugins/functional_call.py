@@ -29,15 +29,15 @@ class FunctionalCalls(Observer):
 
     def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
         for state in root.states.values():
-            state.stays = None
+            state.keeps_unsharded = None
             if state.group.unshard_started and state.group.registration.find_others() and in_functional_call():
-                state.stays = True  # it will register the unsharded parameters again
+                state.keeps_unsharded = True  # it will register the unsharded parameters again
 
     def enter_with_others(self, root: ObservedRoot, call: ForwardCall) -> None:
         if not in_functional_call():
             return
         if call.state.run is not None:  # else it is recomputed
-            call.state.stays = call.state.stays or False
+            call.state.keeps_unsharded = call.state.keeps_unsharded or False
         call.at_end = partial(_restore, _gather_given(call.state.group))
 
 

@@ -222,7 +222,7 @@ def test_accumulation_makes_its_plans_once(mesh: DeviceMesh, monkeypatch: pytest
     make_plan = schedule.make_plan
 
     def counted(
-        record: ForwardRecord, facts: schedule.Facts, limits: schedule.Limits, fused: schedule.Together | None
+        record: ForwardRecord, facts: schedule.Facts, limits: schedule.Limits, fused: schedule.Fusions | None
     ) -> schedule.Plan:
         made.append(limits)
         return make_plan(record, facts, limits, fused)

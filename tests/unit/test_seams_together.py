@@ -92,7 +92,7 @@ def test_functional_call_does_not_change_the_schedule_of_the_next_step() -> None
     before = of_layers()
     with torch.no_grad():
         functional_call(sharded, values, (x,))
-    assert any(state_of(layer).stays is not None for layer in sharded.layers)
+    assert any(state_of(layer).keeps_unsharded is not None for layer in sharded.layers)
     assert of_layers() == before
 
 
