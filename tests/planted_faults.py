@@ -95,7 +95,7 @@ OWNED = (
 
 EXPLAINED = {
     **{
-        f"ParamGroup.{function}: self._partial.wait()": "On streams, the reduce stream orders both. Where "
+        f"ParamGroup.{function}: self.partial.wait()": "On streams, the reduce stream orders both. Where "
         f"waits block the host, {test} of tests/ranks/test_accumulation.py fails."
         for function, test in {
             "take_gradients": "test_microbatches_summed_in_any_way_train_like_the_large_batch",

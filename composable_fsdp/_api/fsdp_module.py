@@ -38,6 +38,7 @@ from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import CLASS_MEMBERS
 from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, FSDPState, connections, state_of, states_below
+from composable_fsdp._other_names import OF_FSDP1, RENAMED, UNSUPPORTED
 from composable_fsdp.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -373,7 +374,7 @@ class FSDPModule(TorchFSDPModule):
             MissingNameError: ``costs``, which is gone: nothing is chosen by costs.
         """
         if costs is not ...:
-            raise MissingNameError(f"set_schedule has no costs= in this version; {_UNSUPPORTED['costs']}.")
+            raise MissingNameError(f"set_schedule has no costs= in this version; {UNSUPPORTED['costs']}.")
         numbers = zip(ROOT_OPTIONS, (max_unsharded_bytes, prefetch_limit, max_fused_bytes), strict=True)
         given: dict[str, Any] = {name: value for name, value in numbers if value is not ...}
         for name, value in given.items():
@@ -641,38 +642,6 @@ def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
         root_of(state).streams = root_of(states[0]).streams
 
 
-_RENAMED = {f"set_{option}": f"set_schedule({option}=...)" for option in ROOT_OPTIONS}
-_RENAMED["set_version_check"] = 'set_in_place_check("all") for True, and ("off") for False'
-_BY_HAND = (
-    "set_schedule(prefetch_limit=, max_fused_bytes=, max_unsharded_bytes=) sets the schedule by hand: nothing is "
-    "measured, and nothing chosen by costs"
-)
-_UNSUPPORTED = {
-    **dict.fromkeys(("calibrate", "costs", "set_costs", "schedule_choice", "set_max_extra_bytes"), _BY_HAND),
-    "set_stable_storage": "leave it out, and compile blocks with block.compile(): their graphs hold no collectives",
-    "set_keep_unsharded_storage": "leave it out. set_reshard_after_forward(False) with "
-    "set_reshard_after_backward(False) keeps the unsharded parameters where they are",
-    "set_all_gather_layout": "leave it out, since large parameters are gathered into their place without copies. "
-    "Tensor subclasses and comm_policy decide what is sent",
-    "set_all_gather_output_fn": "leave it out: shards of dim 0 need no copy if they are large, and those of other dims "
-    "are copied to their places once. fsdp_post_all_gather of a tensor subclass computes a parameter from what was "
-    "gathered",
-    "set_reduce_scatter_input_fn": "leave it out, or change what is sent by comm_policy",
-}
-"""Methods of earlier versions and of torch that sharded modules lack, and what to do instead."""
-_OF_FSDP1 = {
-    "module": "the model itself: fully_shard wraps nothing",
-    "no_sync": "composable_fsdp.no_sync(model), or model.set_requires_gradient_sync(False)",
-    "summon_full_params": "composable_fsdp.unsharded_params(model)",
-    "clip_grad_norm_": "composable_fsdp.clip_grad_norm_(model.parameters(), max_norm)",
-    **dict.fromkeys(
-        ("full_optim_state_dict", "sharded_optim_state_dict", "optim_state_dict", "optim_state_dict_to_load"),
-        "composable_fsdp.checkpoint.optimizer_state_dict(model, optimizer), and load_optimizer_state_dict",
-    ),
-}
-"""Attributes of torch's FullyShardedDataParallel, and what replaces them."""
-
-
 def _of_torch_alone() -> list[str]:
     """Return the public methods of the installed torch's class that ours lacks."""
     return [name for name in dir(TorchFSDPModule) if not name.startswith("_") and name not in vars(FSDPModule)]
@@ -692,17 +661,17 @@ def _getattr(module: nn.Module, name: str) -> Any:
             return modules[name]
         if name in (buffers := namespace["_buffers"]):
             return buffers[name]
-    if name in _RENAMED:
-        raise MissingNameError(f"{name} is now model.{_RENAMED[name]}.")
-    if name in _UNSUPPORTED:
-        raise MissingNameError(f"{name} is not supported in this version; {_UNSUPPORTED[name]}.")
+    if name in RENAMED:
+        raise MissingNameError(f"{name} is now model.{RENAMED[name]}.")
+    if name in UNSUPPORTED:
+        raise MissingNameError(f"{name} is not supported in this version; {UNSUPPORTED[name]}.")
     if name in vars(TorchFSDPModule):
         raise MissingNameError(
             f"{name} is a method of FSDPModule in torch {torch.__version__} that is not supported in this version. "
             "Leave it out, or shard the model by torch's own fully_shard."
         )
-    if name in _OF_FSDP1:
-        raise MissingNameError(f"{name} is of FSDP1's wrapper. Use {_OF_FSDP1[name]}.")
+    if name in OF_FSDP1:
+        raise MissingNameError(f"{name} is of FSDP1's wrapper. Use {OF_FSDP1[name]}.")
     if name.startswith("set_") and (meant := difflib.get_close_matches(name, vars(FSDPModule), 1, 0.8)):
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}. Did you mean {meant[0]!r}?")
     return nn.Module.__getattr__(module, name)

@@ -28,6 +28,7 @@ from composable_fsdp._core.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp._core.params import note_replaced
 from composable_fsdp._core.seams import OBSERVERS, check_observers
 from composable_fsdp._core.state import FSDPState, Options, find_ignored, find_state, state_of
+from composable_fsdp._other_names import FSDP1_ARGUMENTS
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
@@ -225,28 +226,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         wrap_forward_method(state, module, method_name)
 
 
-_FSDP1_ARGUMENTS = {
-    "auto_wrap_policy": "Pass policy=, which takes the same policies",
-    "backward_prefetch": "Leave it out: backward prefetches, and set_schedule(prefetch_limit=n) says how far",
-    "cpu_offload": "Pass offload_policy=CPUOffloadPolicy()",
-    "device_id": "Pass device=",
-    "device_mesh": "Pass mesh=",
-    "forward_prefetch": "Leave it out: forward prefetches, and set_schedule(prefetch_limit=n) says how far",
-    "ignored_states": "Pass ignored_params= or ignored_modules=",
-    "limit_all_gathers": "Leave it out: set_schedule(prefetch_limit=n) limits them",
-    "mixed_precision": "Pass mp_policy=MixedPrecisionPolicy(...)",
-    "process_group": "Pass mesh=DeviceMesh.from_group(process_group, device_type)",
-    "sharding_strategy": "Pass strategy=, which takes the same names",
-    "use_orig_params": "Leave it out: optimizers always see one parameter for each of the module's",
-}
-"""What to do instead of passing arguments of torch's ``FullyShardedDataParallel``."""
-
-
 def _unknown_argument(name: str) -> ArgumentTypeError:
-    if name not in _FSDP1_ARGUMENTS:
+    if name not in FSDP1_ARGUMENTS:
         return ArgumentTypeError.of_keyword("fully_shard", name, inspect.signature(fully_shard).parameters)
     return ArgumentTypeError(
-        f"fully_shard() got an unexpected keyword argument {name!r}: it is FSDP1's. {_FSDP1_ARGUMENTS[name]}."
+        f"fully_shard() got an unexpected keyword argument {name!r}: it is FSDP1's. {FSDP1_ARGUMENTS[name]}."
     )
 
 

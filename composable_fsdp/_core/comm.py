@@ -96,19 +96,16 @@ class Communicator(Protocol):
     @property
     def rank(self) -> int:
         """This rank's index on the axis."""
-        ...
 
     @property
     def size(self) -> int:
         """The number of ranks on the axis."""
-        ...
 
     @property
     def traits(self) -> Traits: ...
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate an uninitialized 1-d message buffer."""
-        ...
 
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         """Launch one collective for all ``transfers`` at once.
@@ -122,7 +119,6 @@ class Communicator(Protocol):
             label: the name of the operation in errors, the same on every rank.
             op: the operation of a reduce-scatter or an all-reduce.
         """
-        ...
 
 
 class GroupCommunicator(Communicator, Protocol):
@@ -137,7 +133,6 @@ class GroupCommunicator(Communicator, Protocol):
     @property
     def name(self) -> str:
         """The name of the group."""
-        ...
 
     ranks: tuple[int, ...]
     """The global ranks of the group."""
@@ -145,29 +140,23 @@ class GroupCommunicator(Communicator, Protocol):
     @property
     def generation(self) -> int:
         """The number of times that the ranks have reconnected."""
-        ...
 
     @property
     def launched(self) -> int:
         """The number of collectives launched since then."""
-        ...
 
     @property
     def is_broken(self) -> bool:
         """True after a failure, until the ranks have reconnected."""
-        ...
 
     def check(self) -> None:
         """Raise a ``PeerError`` if it is broken."""
-        ...
 
     def give_up(self, reason: str) -> None:
         """End all waits, and let later launches raise a ``PeerError``. Any thread may call it."""
-        ...
 
     def abandon(self) -> None:
         """Abort operations in flight, before their memory is freed and :meth:`reopen` is called."""
-        ...
 
     def reopen(self) -> None:
         """Connect anew. All ranks must call it together.
@@ -175,7 +164,6 @@ class GroupCommunicator(Communicator, Protocol):
         Raises:
             PeerError: some rank cannot connect.
         """
-        ...
 
 
 class Around:

@@ -55,31 +55,25 @@ class Gatherable(Protocol):
 
         Payloads of hooks are known after the first all-gather.
         """
-        ...
 
     @property
     def needs_barrier(self) -> bool:
         """True if all ranks must have come to the all-gather before its inputs are prepared. All ranks agree on it."""
-        ...
 
     @property
     def cached_part(self) -> CachedPart | None:
         """The inputs and outputs of an all-gather that never changes, or ``None`` if it takes other work."""
-        ...
 
     def allocate_gather(self) -> torch.Tensor | None:
         """Allocate the memory that the all-gather writes to directly. Return memory for a cast, if shards need one."""
-        ...
 
     def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
         """Return the inputs of the all-gather. ``cast`` is the result of :meth:`allocate_gather`; ``None`` if that was
         not called.
         """
-        ...
 
     def finish_gather(self, gather: AllGatherBuffers) -> None:
         """Allocate the rest of the unsharded memory and copy the received rows into it."""
-        ...
 
 
 class AnyBucket(Gatherable, Protocol):
@@ -91,24 +85,20 @@ class AnyBucket(Gatherable, Protocol):
     @property
     def creates_parameters(self) -> bool:
         """True if an all-gather may make new unsharded parameters."""
-        ...
 
     @property
     def versioned(self) -> Sequence[torch.Tensor]:
         """The tensors whose version counters together count the in-place changes of the shards that torch sees."""
-        ...
 
     @property
     def unsharded_bytes(self) -> int:
         """The memory in bytes that the full parameters take now, beside the shards."""
-        ...
 
     def update_plan(self, plan: BucketPlan) -> None:
         """Adopt a plan that differs only in which parameters are trainable."""
 
     def free(self) -> None:
         """Free the unsharded parameters. Does nothing if they are free."""
-        ...
 
 
 class Bucket:

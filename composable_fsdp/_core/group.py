@@ -160,30 +160,6 @@ class AutogradTask:
         return self.number != -1 and self.number != _current_task()  # a tuple doubles the cost
 
 
-def gradient_hook(group: ParamGroup) -> Callable[[torch.Tensor], None]:
-    """Return the hook for gradients of ``group``.
-
-    It references the group weakly: Python's garbage collector does not see references held by tensor hooks, so a cycle
-    through them would never be freed.
-    """
-    known = ref(group)
-
-    def hook(_: torch.Tensor) -> None:
-        group = known()
-        if group is None:
-            return
-        task = group.task.number
-        if group._ahead and (task == _current_task() or task == -1):  # without a call per parameter
-            group._ahead -= 1
-        elif group.arrive(is_nested=task != -1 and task != _current_task()):
-            state = group.owner()
-            root = None if state is None else state.root
-            if root is not None:
-                root.gradient_ready(state)
-
-    return hook
-
-
 class ReductionSettings(NamedTuple):
     """The settings of a group's reductions."""
 
@@ -277,8 +253,27 @@ class ParamGroup:
 
     @property
     def on_gradient(self) -> Callable[[torch.Tensor], None]:
-        """The hook that autograd calls when a full gradient is ready."""
-        return gradient_hook(self)
+        """The hook that autograd calls when a full gradient is ready.
+
+        It references the group weakly: Python's garbage collector does not see references held by tensor hooks, so a
+        cycle through them would never be freed.
+        """
+        known = ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            group = known()
+            if group is None:
+                return
+            task = group.task.number
+            if group._ahead and (task == _current_task() or task == -1):  # without a call per parameter
+                group._ahead -= 1
+            elif group.arrive(is_nested=task != -1 and task != _current_task()):
+                state = group.owner()
+                root = None if state is None else state.root
+                if root is not None:
+                    root.gradient_ready(state)
+
+        return hook
 
     @property
     def was_flipped(self) -> bool:
@@ -681,13 +676,6 @@ class ParamGroup:
 
     # -- gradients
 
-    def holds_gradient_of(self, parameter: ShardedParameter) -> bool:
-        """Return whether ``parameter`` has a gradient that is not in its sharded one yet, after a backward."""
-        if self.gradient_state is GradientState.PARTIAL:
-            return parameter.trainable
-        own = parameter.accumulated is not None or parameter.unsharded.grad is not None
-        return self.gradient_state is GradientState.LOCAL and own
-
     def arrive(self, *, is_nested: bool) -> bool:
         """Handle a new gradient of an unsharded parameter, except those counted by their hooks.
 
@@ -709,11 +697,6 @@ class ParamGroup:
         self._ahead = num_trainable - 1 - self._num_ready
         self._num_ready += self._ahead
         return False
-
-    def complete_gradients(self) -> None:
-        """Note that all gradients of this backward have arrived."""
-        self._num_ready = 0
-        self._advance_gradients(GradientOperation.READY)
 
     @property
     def sums_are_in_flight(self) -> bool:
@@ -788,7 +771,7 @@ class ParamGroup:
         for parameter in self.parameters:
             parameter.drop_gradient()
         for bucket in self.buckets:
-            bucket.scatter.drop_partial()
+            bucket.scatter.partial = None
         self.partial = None  # done, or failed: waiting again would raise again
         self.were_summed = False
         self._advance_gradients(GradientOperation.DROP)

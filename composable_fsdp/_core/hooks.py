@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from itertools import count
-from types import FrameType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import TypeAlias, TypeGuard, cast
 from weakref import WeakValueDictionary, ref
 
@@ -186,7 +186,7 @@ def forget_step(step: BegunStep) -> None:
     vars(step.optimizer).pop(_BEGUN_ATTRIBUTE, None)
 
 
-_STEP_CODE = cast(Any, torch.optim.Optimizer.profile_hook_step(print)).__code__
+_STEP_CODE = cast(FunctionType, torch.optim.Optimizer.profile_hook_step(print)).__code__
 """The code of torch's function around the steps of all optimizers, which calls the hooks."""
 
 
@@ -439,7 +439,7 @@ class ModuleHooks:
             # Give containers back to the caller, and cast the output.
             inputs, dtype = call.end(), state.options.precision.output_dtype
             if inputs.containers:
-                output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
+                output = inputs.map_output(_cast_to(dtype), output)
             elif dtype is not None:
                 output = map_tensors(_cast_to(dtype), output)
             # Reshard, then watch for backward if one may come.
@@ -507,12 +507,8 @@ def _is_full_tensor(value: object, shape: tuple[int, ...]) -> TypeGuard[torch.Te
     return tuple(value.shape) == shape and not value.is_meta
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _cast_to(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> PyTree:

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import Variable
 
 from composable_fsdp import trace
+from composable_fsdp._core.comm import Communicator
 from composable_fsdp._core.events import HELD_GRADIENTS, describe_groups
 from composable_fsdp._core.gather import AllGather, reduce_scatter_wire_bytes
 from composable_fsdp._core.group import ParamGroup
@@ -151,23 +152,20 @@ class FusedBuckets:
         return known[1]
 
 
-def _has_same_route(first: ParamGroup, other: ParamGroup) -> bool:
-    """Return True if the gradients of both groups have the same communicators."""
-    one, another = first.process_groups[0], other.process_groups[0]
-    return (
-        one.scatter == another.scatter and one.replicate == another.replicate and one.axes.divide == another.axes.divide
-    )
+def _route(group: ParamGroup) -> tuple[Communicator, Communicator, float | None] | None:
+    """Return the communicators and the divisor of all gradients of ``group``, or ``None`` if these have several.
 
-
-def _is_plain(group: ParamGroup) -> bool:
-    """Return True if no gradient has a kind or hooks, and all have the same pair of mesh axes."""
-    one_pair = len(group.process_groups) == 1
-    return one_pair and not any(b.scatter.own is not None or b.creates_parameters for b in group.buckets)
+    Gradients with a reduce kind, and those of parameters that a gather may make anew, count as such.
+    """
+    pgs, *others = group.process_groups
+    if others or any(bucket.scatter.own is not None or bucket.creates_parameters for bucket in group.buckets):
+        return None
+    return pgs.scatter, pgs.axes.replicate, pgs.axes.divide
 
 
 def _fuse(members: Sequence[ParamGroup]) -> tuple[BucketReduceScatter, ...]:
-    first, pgs = members[0], members[0].process_groups[0]
-    if not all(_has_same_route(first, group) and _is_plain(group) for group in members):
+    first, pgs, routes = members[0], members[0].process_groups[0], [_route(member) for member in members]
+    if None in routes or any(route != routes[0] for route in routes):
         return ()
     # One plan for the parameters of all groups, as if they were one group.
     specs = tuple(spec for group in members for spec in group.plan.specs)

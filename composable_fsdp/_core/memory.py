@@ -170,7 +170,6 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Return when the outputs may be read: by the host if collectives run there, else by the current stream."""
-        ...
 
 
 # Note: streams and whose memory

@@ -107,7 +107,7 @@ class BucketReduceScatter:
         self.device = device
         self.rest = rest
         self.pin_memory = pin_memory
-        self._partial: ReduceScatterBuffers | None = None
+        self.partial: ReduceScatterBuffers | None = None
         """The sum of earlier reductions over the shard axis alone, in the reduce dtype."""
         self.plan = plan
         self.own: OwnReduce | None = None
@@ -289,13 +289,9 @@ class BucketReduceScatter:
             for k in self._all_indices - present:
                 flags[:, k].zero_()
 
-    @property
-    def has_own_all_reduce(self) -> bool:
-        return self.own is not None and self.own.all_reduce_bytes is not None
-
     def add_partial(self, scatter: ReduceScatterBuffers) -> None:
         """Add the result of earlier partial reductions to one that is reduced over the shard axis."""
-        partial, self._partial = self._partial, None
+        partial, self.partial = self.partial, None
         if partial is not None:
             scatter.output.add_(partial.output)
             scatter.present |= partial.present
@@ -305,33 +301,29 @@ class BucketReduceScatter:
         """Keep the sum over the shard axis for a later reduction."""
         # Note: partial sums
         self.add_partial(scatter)
-        self._partial = ReduceScatterBuffers([], scatter.output, scatter.present, scatter.gradient_dtype)
+        self.partial = ReduceScatterBuffers([], scatter.output, scatter.present, scatter.gradient_dtype)
 
     def partial_shards(self) -> dict[ShardedParameter, torch.Tensor]:
         """Return this rank's shards of the sum of :meth:`keep_partial`, before any division, as views of it."""
-        if self._partial is None:
+        if self.partial is None:
             return {}
-        shards = self._partial.shards
+        shards = self.partial.shards
         if shards is None:
-            parts = self._partial.output.split_with_sizes(self._widths)
-            shards = self._partial.shards = [parts[piece] for piece in self._pieces]
+            parts = self.partial.output.split_with_sizes(self._widths)
+            shards = self.partial.shards = [parts[piece] for piece in self._pieces]
             for k, shape in self._not_vectors:
                 shards[k] = shards[k].view(shape)
-        found = ReducedBucket(self._members, shards, *self._presence(self._partial)).select()
+        found = ReducedBucket(self._members, shards, *self._presence(self.partial)).select()
         return dict(zip(found.parameters, found.gradients, strict=True))
 
     def drop_partial_of(self, parameters: Sequence[ShardedParameter]) -> None:
         """Let ``parameters``, whose shards are zero, not count as gradients in the sum of :meth:`keep_partial`."""
-        if self._partial is not None:
+        if self.partial is not None:
             layout, dropped = self.plan.reduce, {k for k, each in enumerate(self._members) if each in parameters}
-            self._partial.present -= dropped
+            self.partial.present -= dropped
             if layout.num_flags:
                 for k in dropped:
-                    self._partial.output[layout.flags_offset + k] = 0
-
-    def drop_partial(self) -> None:
-        """Drop the sum of :meth:`keep_partial`."""
-        self._partial = None
+                    self.partial.output[layout.flags_offset + k] = 0
 
     def call_hook(self, scatter: ReduceScatterBuffers, hook: Callable[[torch.Tensor], None]) -> None:
         """Call ``hook`` with this rank's shards of the reduced gradients, in one flat tensor without gaps.
@@ -415,15 +407,12 @@ class Message(Protocol):
     @property
     def row_bytes(self) -> int:
         """The number of bytes for each rank, the same on all ranks."""
-        ...
 
     def write(self, rows: torch.Tensor) -> None:
         """Write ``rows``, ``(num_ranks, row_bytes)`` uint8, contiguous along the last dim only."""
-        ...
 
     def read(self, rows: torch.Tensor) -> None:
         """Sum the received ``rows``, of the same form."""
-        ...
 
 
 class OwnAllReduce(Protocol):
@@ -434,11 +423,9 @@ class OwnAllReduce(Protocol):
 
     def gather(self, communicator: Communicator) -> Transfer:
         """Return the transfer of the all-gather of the sums."""
-        ...
 
     def finish(self) -> None:
         """Read the gathered sums."""
-        ...
 
 
 class OwnReduce(Protocol):
@@ -447,27 +434,22 @@ class OwnReduce(Protocol):
     @property
     def row_bytes(self) -> int | None:
         """The bytes sent to each rank of the shard axis, or ``None`` for a reduce-scatter of the communicator."""
-        ...
 
     @property
     def all_reduce_bytes(self) -> int | None:
         """The bytes of an all-reduce over the replicate axis, or ``None`` for one of the communicator."""
-        ...
 
     @property
     def remembers(self) -> bool:
         """True if one step depends on values of earlier ones."""
-        ...
 
     def message(
         self, bucket: BucketReduceScatter, gradients: list[torch.Tensor | None], scatter: ReduceScatterBuffers
     ) -> Message:
         """Return the message over the shard axis. Reading it writes sums and flags to the output of ``scatter``."""
-        ...
 
     def all_reduce(self, bucket: BucketReduceScatter, scatter: ReduceScatterBuffers) -> OwnAllReduce | None:
         """Return the all-reduce of the output over the replicate axis."""
-        ...
 
 
 class ReduceKind(Hashable, Protocol):
@@ -475,11 +457,9 @@ class ReduceKind(Hashable, Protocol):
 
     def claim(self, parameters: Sequence[ShardedParameter]) -> Mapping[ShardedParameter, ReduceKind]:
         """Return the kinds of those among ``parameters``, of one group, that it takes."""
-        ...
 
     def make(self, bucket: BucketReduceScatter, former: Any) -> OwnReduce:
         """Return the messages of ``bucket``. ``former`` made those of the same parameters before, if there were any."""
-        ...
 
 
 REDUCE_KINDS: list[ReduceKind] = []
@@ -541,7 +521,8 @@ def stages_of(
     if all(bucket.scatter.pgs.axes.replicate.size == 1 for bucket in reductions):
         return [Stage(streams.reduce, both.scatter, both.finish_unreplicated)]
     scatter = Stage(streams.reduce, both.scatter, both.finish_scatter)
-    if not any(bucket.scatter.has_own_all_reduce for bucket in reductions):
+    owns = [bucket.scatter.own for bucket in reductions]
+    if not any(own is not None and own.all_reduce_bytes is not None for own in owns):
         return [scatter, Stage(streams.replicate, both.all_reduce, both.finish)]
     all_reduce = Stage(streams.replicate, both.all_reduce, both.finish_own_sums)
     return [scatter, all_reduce, Stage(streams.replicate, both.gather_own_sums, both.finish)]

@@ -458,10 +458,6 @@ class Root:
         return self._pass
 
     @property
-    def evaluates(self) -> bool:
-        return self._pass is FORWARD and not self._grad_mode
-
-    @property
     def reductions_are_in_flight(self) -> bool:
         return self.queue.are_in_flight
 

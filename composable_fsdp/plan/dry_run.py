@@ -19,7 +19,15 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from composable_fsdp._core.events import Event, GradientState, Hook, ParameterOperation, ParameterState, Pass
+from composable_fsdp._core.events import (
+    Event,
+    GradientOperation,
+    GradientState,
+    Hook,
+    ParameterOperation,
+    ParameterState,
+    Pass,
+)
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.group_plan import GroupPlan
 from composable_fsdp._core.launch import GroupReduction
@@ -498,8 +506,7 @@ class Replay:
         state = self._root.states[name]
         if not self._root.progress.was_seen(state):
             return  # the backward of a forward that is not on the tape
-        state.group.arrive(is_nested=True)
-        state.group.complete_gradients()
+        cast(DryGroup, state.group).complete_gradients()
         self._root.gradient_ready(state)
 
     def _end_backward(self, arriving: Sequence[str]) -> None:
@@ -525,6 +532,10 @@ class DryGroup(ParamGroup):
         """Change the state, and return the one before; ``None`` if it has not changed."""
         before, self.was_flipped = self.parameter_state, False  # a gather makes the plan anew
         return None if self.advance(operation) is before else before
+
+    def complete_gradients(self) -> None:
+        """Note that all gradients of this backward have arrived."""
+        self._advance_gradients(GradientOperation.READY)
 
     def restore(self, snapshot: GroupSnapshot) -> None:
         self.plan, self.parameter_state, self.was_flipped = snapshot.plan, snapshot.parameters, snapshot.was_flipped

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # Files and folders without the package prefix. A folder includes all of its files that have no row of their own. Layers
 # in one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "trace", "_files"),
+    ("errors", "trace", "_files", "_other_names"),
     ("policies", "_torch_version"),
     ("_core",),
     ("_extents", "codecs", "_consistency", "plan.dry_run"),

@@ -12,8 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals, safe_globals
 
+from composable_fsdp._core.events import GradientState
+from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import sharded_parameters
-from composable_fsdp._core.params import find_parameter, find_replaced, find_unsharded, is_wrapper, local_part
+from composable_fsdp._core.params import (
+    ShardedParameter,
+    find_parameter,
+    find_replaced,
+    find_unsharded,
+    is_wrapper,
+    local_part,
+)
 from composable_fsdp._core.seams import Observer
 from composable_fsdp._extents import has_own_memory
 from composable_fsdp.errors import ConfigurationError, LifecycleError, LowPrecisionWarning, UnsavableStateWarning
@@ -72,7 +81,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
         return
     for p, state in sharded_parameters(optimizer):
         found = find_parameter(p)
-        if found is not None and state.group.holds_gradient_of(found):
+        if found is not None and _holds_gradient_of(state.group, found):
             raise LifecycleError(
                 f"{type(optimizer).__name__} has no gradients to step with: those of {found.name!r} are accumulated "
                 "and not reduced: each backward was inside of no_sync or after set_requires_gradient_sync(False), or "
@@ -163,3 +172,11 @@ def why_not_pickled(local: torch.Tensor) -> str:
             "with torch.serialization.add_safe_globals"
         )
     return ""
+
+
+def _holds_gradient_of(group: ParamGroup, parameter: ShardedParameter) -> bool:
+    """Return whether ``parameter`` has a gradient that is not in its sharded one yet, after a backward."""
+    if group.gradient_state is GradientState.PARTIAL:
+        return parameter.trainable
+    own = parameter.accumulated is not None or parameter.unsharded.grad is not None
+    return group.gradient_state is GradientState.LOCAL and own

@@ -1,0 +1,51 @@
+"""Names that this version lacks, of earlier versions and of torch, and what to do instead. For errors."""
+
+from __future__ import annotations
+
+_OPTIONS = ("max_unsharded_bytes", "prefetch_limit", "max_fused_bytes")
+RENAMED = {f"set_{option}": f"set_schedule({option}=...)" for option in _OPTIONS}
+RENAMED["set_version_check"] = 'set_in_place_check("all") for True, and ("off") for False'
+_BY_HAND = (
+    "set_schedule(prefetch_limit=, max_fused_bytes=, max_unsharded_bytes=) sets the schedule by hand: nothing is "
+    "measured, and nothing chosen by costs"
+)
+UNSUPPORTED = {
+    **dict.fromkeys(("calibrate", "costs", "set_costs", "schedule_choice", "set_max_extra_bytes"), _BY_HAND),
+    "set_stable_storage": "leave it out, and compile blocks with block.compile(): their graphs hold no collectives",
+    "set_keep_unsharded_storage": "leave it out. set_reshard_after_forward(False) with "
+    "set_reshard_after_backward(False) keeps the unsharded parameters where they are",
+    "set_all_gather_layout": "leave it out, since large parameters are gathered into their place without copies. "
+    "Tensor subclasses and comm_policy decide what is sent",
+    "set_all_gather_output_fn": "leave it out: shards of dim 0 need no copy if they are large, and those of other dims "
+    "are copied to their places once. fsdp_post_all_gather of a tensor subclass computes a parameter from what was "
+    "gathered",
+    "set_reduce_scatter_input_fn": "leave it out, or change what is sent by comm_policy",
+}
+"""Methods of earlier versions and of torch that sharded modules lack, and what to do instead."""
+OF_FSDP1 = {
+    "module": "the model itself: fully_shard wraps nothing",
+    "no_sync": "composable_fsdp.no_sync(model), or model.set_requires_gradient_sync(False)",
+    "summon_full_params": "composable_fsdp.unsharded_params(model)",
+    "clip_grad_norm_": "composable_fsdp.clip_grad_norm_(model.parameters(), max_norm)",
+    **dict.fromkeys(
+        ("full_optim_state_dict", "sharded_optim_state_dict", "optim_state_dict", "optim_state_dict_to_load"),
+        "composable_fsdp.checkpoint.optimizer_state_dict(model, optimizer), and load_optimizer_state_dict",
+    ),
+}
+"""Attributes of torch's FullyShardedDataParallel, and what replaces them."""
+
+FSDP1_ARGUMENTS = {
+    "auto_wrap_policy": "Pass policy=, which takes the same policies",
+    "backward_prefetch": "Leave it out: backward prefetches, and set_schedule(prefetch_limit=n) says how far",
+    "cpu_offload": "Pass offload_policy=CPUOffloadPolicy()",
+    "device_id": "Pass device=",
+    "device_mesh": "Pass mesh=",
+    "forward_prefetch": "Leave it out: forward prefetches, and set_schedule(prefetch_limit=n) says how far",
+    "ignored_states": "Pass ignored_params= or ignored_modules=",
+    "limit_all_gathers": "Leave it out: set_schedule(prefetch_limit=n) limits them",
+    "mixed_precision": "Pass mp_policy=MixedPrecisionPolicy(...)",
+    "process_group": "Pass mesh=DeviceMesh.from_group(process_group, device_type)",
+    "sharding_strategy": "Pass strategy=, which takes the same names",
+    "use_orig_params": "Leave it out: optimizers always see one parameter for each of the module's",
+}
+"""What to do instead of passing arguments of torch's ``FullyShardedDataParallel``."""
