@@ -245,6 +245,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.custom_comm import Pooled
     from composable_fsdp.plugins.explain_errors import explanation_of
     from composable_fsdp.plugins.extensions.extension_bucket import ExtendedBucket
+    from composable_fsdp.plugins.extensions.gather_hooks import shard_mesh_of
     from composable_fsdp.plugins.gloo.connection import GlooConnection
     from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
     from composable_fsdp.plugins.recovery import disconnect, reconnect

@@ -64,20 +64,6 @@ class DataParallelAxes:
         known = self.mesh.mesh_dim_names or ()
         return known[-1] if known else "shard", known[0] if len(known) > 1 else "replicate"
 
-    @property
-    def shard_mesh(self) -> DeviceMesh:
-        """The shard axis as a 1-d mesh."""
-        if self.mesh.ndim == 1:
-            return self.mesh
-        names = self.mesh.mesh_dim_names
-        if names is not None:
-            return self.mesh[names[-1]]
-        # Every slice of a mesh is a new object, and a process group can have a backend for each type of device.
-        known, key = known_meshes(), (self.mesh.get_group(self.mesh.ndim - 1), self.mesh.device_type)
-        if key not in known:
-            known[key] = DeviceMesh.from_group(*key)
-        return known[key]
-
     def on(self, device: torch.device | str | int) -> DataParallelAxes:
         """Return these axes for a rank that computes on ``device``; an int is a device index of the mesh's device type.
 

@@ -276,7 +276,7 @@ def schedule_of(root: Root) -> Schedule:
 def events_of(record: ForwardRecord, states: Mapping[str, FSDPState]) -> list[tuple[Any, ...]]:
     """Return the events of a step with the forward of ``record``, and a backward in which all gradients arrive.
 
-    Unlike those of a tape, they are the same on every rank, also if ranks use different parameters of their modules.
+    Unlike recorded ones, they are the same on every rank, also if ranks use different parameters of their modules.
     """
     events: list[tuple[Any, ...]] = []
     order: list[tuple[bool, str, int]] = []  # the beginnings and ends of runs, with the number of the call
@@ -443,7 +443,7 @@ class Replay:
         return replace(options, forward_prefetch=forward, backward_prefetch=backward)
 
     def play(self, events: Iterable[tuple[Any, ...]], calls: dict[int, ForwardCall] | None = None) -> None:
-        """Play events of one tape. ``calls`` are those of earlier events of the tape, by number, and get these ones."""
+        """Play recorded events. ``calls`` are those of earlier events of the list, by number, and get these ones."""
         self._calls = {} if calls is None else calls
         for kind, *values in events:
             getattr(self, f"_{kind}")(*values)
@@ -505,7 +505,7 @@ class Replay:
         self._enter_task(task)
         state = self._root.states[name]
         if not self._root.progress.was_seen(state):
-            return  # the backward of a forward that is not on the tape
+            return  # the backward of a forward that was not recorded
         cast(DryGroup, state.group).complete_gradients()
         self._root.gradient_ready(state)
 

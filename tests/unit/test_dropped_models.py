@@ -123,12 +123,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import fully_shard
-from tests._internals import data_parallel_axes
+from tests._internals import data_parallel_axes, shard_mesh_of
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 axes = data_parallel_axes(init_device_mesh("cpu", (1, 1)))
-assert axes.shard_mesh is axes.shard_mesh
-mesh = weakref.ref(axes.shard_mesh)
+assert shard_mesh_of(axes) is shard_mesh_of(axes)
+mesh = weakref.ref(shard_mesh_of(axes))
 del axes
 dist.destroy_process_group()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

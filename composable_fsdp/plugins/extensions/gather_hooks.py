@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.memory import contiguous_strides
+from composable_fsdp._core.mesh import DataParallelAxes, known_meshes
 from composable_fsdp._core.params import ShardedParameter, is_wrapper, plain_tensors
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.plugins.extensions.tensor_classes import (
@@ -311,8 +312,8 @@ def find_extension(parameter: ShardedParameter) -> Extension | None:
     releases = getattr(local, RELEASE_HOOK, lambda: False)()
     if not isinstance(releases, bool):
         raise ParameterError(f"{RELEASE_HOOK} of parameter {name!r} must return a bool, not {releases!r}.")
-    module, policy = ref(parameter.owners[0][0]), parameter.precision
-    return Extension(name, local, axes.shard_mesh, parameter.shape, dim, module, policy, arity == 5, padded, releases)
+    module, policy, mesh = ref(parameter.owners[0][0]), parameter.precision, shard_mesh_of(axes)
+    return Extension(name, local, mesh, parameter.shape, dim, module, policy, arity == 5, padded, releases)
 
 
 def find_view(parameter: ShardedParameter) -> ViewExtension | None:
@@ -323,7 +324,7 @@ def find_view(parameter: ShardedParameter) -> ViewExtension | None:
     """
     name, local = parameter.name, parameter.local
     make = getattr(local, VIEW_HOOK, None)
-    mesh, module = parameter.sharding.axes.shard_mesh, parameter.owners[0][0]
+    mesh, module = shard_mesh_of(parameter.sharding.axes), parameter.owners[0][0]
     view = None if make is None else make(mesh, module, parameter.precision)
     if view is None:
         return None
@@ -339,3 +340,17 @@ def find_view(parameter: ShardedParameter) -> ViewExtension | None:
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def shard_mesh_of(axes: DataParallelAxes) -> DeviceMesh:
+    """Return the shard axis of ``axes`` as a 1-d mesh, the same object each time."""
+    mesh, names = axes.mesh, axes.mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        return mesh
+    if names is not None:
+        return mesh[names[-1]]
+    # Every slice of a mesh is a new object, and a process group can have a backend for each type of device.
+    known, key = known_meshes(), (mesh.get_group(mesh.ndim - 1), mesh.device_type)
+    if key not in known:
+        known[key] = DeviceMesh.from_group(*key)
+    return known[key]
