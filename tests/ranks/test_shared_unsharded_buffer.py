@@ -62,7 +62,7 @@ def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
     assert bucket.parameter_data(0).view(-1)[:8].tolist() == [3] * 8, "all ranks must see one buffer"
 
 
-# -- bitwise equal to sockets in every order of passes
+# -- bitwise equal to sockets
 
 
 def train_with_evaluations(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
@@ -70,14 +70,6 @@ def train_with_evaluations(model: nn.Module, task: Task, step: int) -> list[torc
     loss.backward()
     with torch.no_grad():
         return [loss, own_loss(model, task, step + 50)]
-
-
-def evaluate_before_backward(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
-    loss = own_loss(model, task, step)
-    with torch.no_grad():
-        between = own_loss(model, task, step + 50)
-    loss.backward()
-    return [loss, between]
 
 
 def accumulate(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
@@ -101,28 +93,7 @@ def change_before_backward(model: nn.Module, task: Task, step: int) -> list[torc
     return [loss]
 
 
-def freeze_in_turn(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
-    model.get_submodule("layers.0").requires_grad_(step % 2 == 0)
-    return train_with_evaluations(model, task, step)
-
-
-def unshard_explicitly(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
-    layer = model.get_submodule("layers.1")
-    assert isinstance(layer, FSDPModule)
-    layer.unshard()
-    seen = [parameter.detach().float().sum() for parameter in layer.parameters()]
-    layer.reshard()
-    return [*seen, *train_with_evaluations(model, task, step)]
-
-
-PLAYS: tuple[Play, ...] = (
-    train_with_evaluations,
-    evaluate_before_backward,
-    accumulate,
-    change_before_backward,
-    freeze_in_turn,
-    unshard_explicitly,
-)
+PLAYS: tuple[Play, ...] = (train_with_evaluations, accumulate, change_before_backward)
 
 
 def losses_and_shards(name: str, reshard: bool | int) -> dict[str, list[torch.Tensor]]:

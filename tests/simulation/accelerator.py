@@ -213,12 +213,6 @@ class SimulatedEvent:
     def __del__(self) -> None:
         self._accelerator.check_destructor("an event")
 
-    def elapsed_time(self, end: SimulatedEvent) -> float:
-        """Return 0: operations take no time. As on CUDA, the host must have waited for both events."""
-        if not (self._is_recorded and end._is_recorded and self.is_done and end.is_done):
-            raise RuntimeError("Both events must be recorded and completed before calculating elapsed time.")
-        return 0.0
-
 
 class SimulatedStream:
     """Work that runs in order."""

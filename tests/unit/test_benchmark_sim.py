@@ -99,38 +99,6 @@ def test_memory_events_are_exact() -> None:
     assert memory.Timeline.of(action).held(memory.STEP) == (4000, 8000, 4040)
 
 
-def test_a_memory_ledger_counts_live_bytes_and_storage_bytes_after_each_operation(sim: ModuleType) -> None:
-    ledger = importlib.import_module("sim.ledger").Ledger()
-    kept = torch.empty(1000)
-    with ledger:
-        kept.zero_()
-        kept.neg().neg()  # three live tensors at the peak
-        assert (ledger.held, ledger.peak) == (12000, 12000)
-        kept.untyped_storage().resize_(0)
-        assert ledger.count() == 0
-        ledger.forget_peak()
-        torch.empty(10)
-        assert (ledger.peak, ledger.count()) == (40, 0)
-
-
-def test_a_memory_ledger_gives_a_resized_storage_memory_of_the_stream_that_resizes_it(sim: ModuleType) -> None:
-    device = sim.Device(flops=1.0, bandwidth=1.0)
-    recorder = importlib.import_module("reserved_memory").Recorder()
-    ledger = importlib.import_module("sim.ledger").Ledger(recorder)
-    with device.installed(), ledger:
-        tensor = torch.empty(8)
-        stream = torch.cpu.Stream()
-        tensor.untyped_storage().resize_(0)
-        with torch.cpu.stream(stream):
-            tensor.untyped_storage().resize_(32)
-        tensor.zero_()
-    assert [(nbytes, on == id(stream)) for _, nbytes, on in recorder.events[:3]] == [
-        (32, False),
-        (0, False),
-        (32, True),
-    ]
-
-
 def test_large_groups_on_streams_take_about_the_memory_of_fsdp2() -> None:
     memory, models = importlib.import_module("memory"), importlib.import_module("models")
     case = models.Case(

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -273,35 +272,12 @@ def chain(**changes: Any) -> dict[str, g.GroupFacts]:
     return {name: facts_of(name, **changes) for name in "abcd"}
 
 
-def test_a_chain_gathers_one_group_ahead() -> None:
-    lines = lines_of(plan_of_chain(chain(), g.Limits()))
-    assert lines == ["root", "a; b", "b; c", "c; d", "d", "d; c", "c; b", "b; a", "a"]
-
-
-def test_a_module_that_runs_again_is_gathered_ahead_again() -> None:
-    facts = {name: facts_of(name) for name in ("root", *"ab")}
-    record = record_of([("a", ()), ("a", ()), ("b", ()), ("a", ())], facts)
-    forward = lines_of(replace(g.make_plan(record, facts, g.Limits()), backward=()))
-    assert forward == ["root; a", "a; b", "a; b", "b; a", "a"], "and not while it runs itself"
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2, 3])
-def test_the_limit_counts_groups_and_not_gathers(limit: int) -> None:
-    lines = lines_of(plan_of_chain(chain(is_small=True), g.Limits(limit, fused_bytes=2)))
-    assert lines[1] == "; ".join(["a b", "b", "c d", "d"][: 1 + limit])
-
-
 def test_the_user_chooses_the_groups_to_prefetch() -> None:
     facts = chain()
     facts["a"] = facts_of("a", forward_prefetch=("d", "elsewhere", "b"))
     facts["d"] = facts_of("d", backward_prefetch=())
     lines = lines_of(plan_of_chain(facts, g.Limits()))
     assert (lines[1], lines[5]) == ("a; d; b", "d"), "groups of another root are left out"
-
-
-def test_small_neighbours_are_gathered_together_and_prefetched_together() -> None:
-    lines = lines_of(plan_of_chain(chain(is_small=True), g.Limits(fused_bytes=2)))
-    assert lines == ["root", "a b; b", "b; c d", "c d; d", "d", "d c; c", "c; b a", "b a; a", "a"]
 
 
 def test_a_group_that_backward_does_not_need_is_passed_over_by_prefetches() -> None:
