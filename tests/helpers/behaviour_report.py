@@ -60,8 +60,7 @@ class Behaviour:
 
 
 def load_sections(path: Path) -> Sections:
-    sections: Sections = tomllib.loads(path.read_text(encoding="utf-8"))
-    return sections
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def check_ids(ids: Iterable[str], sections: Sections, *, where: str) -> None:

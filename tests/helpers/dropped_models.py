@@ -222,8 +222,7 @@ class Tied(nn.Module):
         self.embedding, self.middle, self.head = (nn.Linear(8, 8, bias=False) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.middle(self.embedding(x)))
-        return out
+        return self.head(self.middle(self.embedding(x)))
 
 
 @case
@@ -248,8 +247,7 @@ class Recurrent(nn.Module):
         self.cell = nn.LSTM(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.cell(x)[0]
-        return out
+        return self.cell(x)[0]
 
     def generate(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
         for _ in range(times):
@@ -290,8 +288,7 @@ class Checkpointed(nn.Module):
         self.inner, self._use_reentrant = inner, use_reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(self.inner, x, use_reentrant=self._use_reentrant)
-        return out
+        return checkpoint(self.inner, x, use_reentrant=self._use_reentrant)
 
 
 @case

@@ -41,8 +41,7 @@ class Layer(nn.Module):
         self.experts = Experts()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.experts(self.dense(x))
-        return out
+        return x + self.experts(self.dense(x))
 
 
 class MixtureModel(nn.Module):
@@ -54,8 +53,7 @@ class MixtureModel(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 MIXTURE = Task(seeded(MixtureModel), vectors(5, 3), squared_error)

@@ -125,8 +125,7 @@ def become(request: Any, descriptors: Sequence[int]) -> list[str]:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
-    words: list[str] = [word for word in arguments if word != "-u"]
-    return words
+    return [word for word in arguments if word != "-u"]
 
 
 if __name__ == "__main__":

@@ -137,8 +137,7 @@ def _ask(request: Mapping[str, object]) -> list[int]:
     assert server.stdout is not None
     server.stdin.write(f"{json.dumps(request)}\n")
     server.stdin.flush()
-    found: list[int] = json.loads(server.stdout.readline())
-    return found
+    return json.loads(server.stdout.readline())
 
 
 @lru_cache(maxsize=1)

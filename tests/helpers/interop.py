@@ -59,8 +59,7 @@ def _shampoo(groups: Groups) -> torch.optim.Optimizer:
 def _adamw_8bit(groups: Groups) -> torch.optim.Optimizer:
     from torchao.optim import AdamW8bit
 
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups)
-    return optimizer
+    return AdamW8bit(groups)
 
 
 OPTIMIZERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
@@ -97,8 +96,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
-        out: torch.Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 def _width(name: str, *, is_cut: bool) -> int:
@@ -191,8 +189,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     quantized: Any = tensor
     names, context = quantized.__tensor_flatten__()
     inner = {name: getattr(quantized, name).clone() for name in names}
-    found: torch.Tensor = type(quantized).__tensor_unflatten__(inner, context, quantized.shape, quantized.stride())
-    return found
+    return type(quantized).__tensor_unflatten__(inner, context, quantized.shape, quantized.stride())
 
 
 def everything(trained: Trained) -> dict[str, Any]:
@@ -205,7 +202,7 @@ def everything(trained: Trained) -> dict[str, Any]:
     ]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found = {"model": tensors, "state": {name: kept for name, kept in state.items() if kept}, "groups": groups}
-    return pytree.tree_map_only(torch.Tensor, full, found)  # type: ignore[no-any-return]
+    return pytree.tree_map_only(torch.Tensor, full, found)
 
 
 def differences(found: Any, wanted: Any, path: str = "") -> Iterator[str]:

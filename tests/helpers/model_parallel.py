@@ -71,8 +71,7 @@ class Pairs(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        out: torch.Tensor = self.head(x) * self.scale
-        return out
+        return self.head(x) * self.scale
 
 
 PAIRS = Task(seeded(Pairs), vectors(5, 3), squared_error)
@@ -131,8 +130,7 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        out: torch.Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 DECODER = Task(seeded(Decoder), sequences(23), cross_entropy)

@@ -84,8 +84,7 @@ class Wide(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 class Block(nn.Module):
@@ -103,8 +102,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(-4, -2).unbind(-3)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-3, -2).flatten(-2))
-        out: torch.Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return x + self.mlp(self.norm2(x))
 
 
 class Transformer(nn.Module):
@@ -123,8 +121,7 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        out: torch.Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class Adapters(nn.Module):
@@ -151,8 +148,7 @@ class AdaptedLinear(nn.Module):
         self.up = nn.Linear(rank, outputs, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.base(x.bfloat16()).to(x.dtype) + self.up(self.down(x))
-        return out
+        return self.base(x.bfloat16()).to(x.dtype) + self.up(self.down(x))
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ class Tied(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.first(x))
-        return out
+        return self.second(self.first(x))
 
 
 def trained(width: int = 3) -> tuple[Tied, torch.optim.AdamW]:

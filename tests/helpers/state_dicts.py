@@ -79,8 +79,7 @@ class Everything(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        out: torch.Tensor = self.plain(self.norm(x.float())) * self.flag
-        return out
+        return self.plain(self.norm(x.float())) * self.flag
 
 
 build = seeded(Everything)

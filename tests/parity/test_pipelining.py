@@ -70,8 +70,7 @@ class Block(nn.Module):
         self.down = nn.Linear(7, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 def chain() -> nn.Module:

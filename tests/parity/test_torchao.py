@@ -48,8 +48,7 @@ def float8(model: nn.Module) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    converted: nn.Module = convert_to_float8_training(model, config=config)
-    return converted
+    return convert_to_float8_training(model, config=config)
 
 
 def precompute_float8_scales(model: nn.Module) -> None:
@@ -102,15 +101,13 @@ class Adapted(nn.Module):
         self.product = linear_nf4
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.product(x, self.weight) + self.bias + self.up(self.down(x))
-        return out
+        return self.product(x, self.weight) + self.bias + self.up(self.down(x))
 
 
 def nf4_adapters(model: Any) -> nn.Module:
     for block in model:
         block[0] = Adapted(block[0])
-    adapted: nn.Module = model
-    return adapted
+    return model
 
 
 def do_nothing(model: nn.Module) -> None:

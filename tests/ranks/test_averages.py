@@ -130,8 +130,7 @@ class Normed(nn.Module):
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.frozen(self.norm(self.linear(x)))
-        return out
+        return self.frozen(self.norm(self.linear(x)))
 
 
 def buffers_and_dtypes(folder: str) -> None:

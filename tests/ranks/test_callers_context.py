@@ -106,8 +106,7 @@ def compute_in_transforms() -> None:
     plain, x, tangent = build(), batch(), batch(2)
 
     def sum_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = model(x).square().sum()
-        return total
+        return model(x).square().sum()
 
     transforms: dict[str, Callable[[nn.Module], Any]] = {
         "jvp": lambda model: torch.func.jvp(model, (x,), (tangent,)),
@@ -291,8 +290,7 @@ class Region(nn.Sequential):
         self.way: Callable[..., Any] = lambda run, x: run(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.way(super().forward, x)
-        return out
+        return self.way(super().forward, x)
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

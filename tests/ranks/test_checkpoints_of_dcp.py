@@ -46,8 +46,7 @@ class Net(nn.Module):
         self.param_groups = nn.Linear(3, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.param_groups(self.head.state(self.head(x)))
-        return out
+        return self.param_groups(self.head.state(self.head(x)))
 
 
 def built(name: str, lr: float) -> tuple[Any, torch.optim.Optimizer]:

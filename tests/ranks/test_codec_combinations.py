@@ -275,8 +275,7 @@ class Rooted(nn.Module):
         self.root, self.head = nn.Linear(6, 6), nn.Linear(6, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.root(x))
-        return out
+        return self.head(self.root(x))
 
 
 @pytest.mark.behaviour("C-01")

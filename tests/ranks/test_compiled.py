@@ -29,8 +29,7 @@ class Gate(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.linear(x).tanh()
-        return out
+        return self.linear(x).tanh()
 
 
 class Gates(nn.Module):
@@ -44,8 +43,7 @@ class Gates(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 GRAPHS: list[torch.fx.GraphModule] = []

@@ -23,8 +23,7 @@ class Body(nn.Module):
         self.left_out = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(self.left_out(x)) - self.shift
-        return out
+        return self.inner(self.left_out(x)) - self.shift
 
 
 class Outer(nn.Module):
@@ -33,8 +32,7 @@ class Outer(nn.Module):
         self.body, self.shift = Body(), nn.Parameter(torch.randn(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.body(x) + self.shift
-        return out
+        return self.body(x) + self.shift
 
 
 def replicate_around_a_sharded_part() -> None:

@@ -39,8 +39,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.layers[0](x)[0])
-        return out
+        return self.head(self.layers[0](x)[0])
 
 
 class Wrapper(nn.Module):
@@ -52,8 +51,7 @@ class Wrapper(nn.Module):
         self.kept = [model]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.model(x)
-        return out
+        return self.model(x)
 
 
 def copy_and_train_both(reshard_after_forward: bool | int | None) -> None:
@@ -240,8 +238,7 @@ class Generator(nn.Module):
         self.inner = nn.Linear(4, 4)
 
     def generate(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x)
-        return out
+        return self.inner(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.generate(x)

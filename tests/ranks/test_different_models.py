@@ -33,7 +33,7 @@ class Block(nn.Module):
             self.add_module(name, layers[name])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.get_submodule("down")(self.get_submodule("up")(x))  # type: ignore[no-any-return]
+        return self.get_submodule("down")(self.get_submodule("up")(x))
 
 
 def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:

@@ -68,8 +68,7 @@ class Speaker(Chain):
     def generate(self, x: torch.Tensor, length: int) -> torch.Tensor:
         for _ in range(length):
             x = self(x)
-        out: torch.Tensor = x + self.layers[0](x)
-        return out
+        return x + self.layers[0](x)
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         return self.generate(x, 1).sum()

@@ -179,8 +179,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a term that depends on the data, and one that does not, as a penalty."""
-        out: torch.Tensor = (self.seen * x).sum() + self.unseen.square().sum()
-        return out
+        return (self.seen * x).sum() + self.unseen.square().sum()
 
 
 def each_rank_has_a_loss() -> None:
@@ -234,8 +233,7 @@ class EqualLayers(nn.Module):
         one, other = self.one, self.other
         assert isinstance(one, DTensor)
         assert isinstance(other, DTensor)
-        out: torch.Tensor = ((one.to_local() + other.to_local()) * x[0]).sum()
-        return out
+        return ((one.to_local() + other.to_local()) * x[0]).sum()
 
 
 class Rows(nn.Module):
@@ -246,8 +244,7 @@ class Rows(nn.Module):
         self.weight = nn.Parameter(torch.ones(shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = (self.weight * x).sum()
-        return out
+        return (self.weight * x).sum()
 
 
 def arrives_cut_or_otherwise_than_before() -> None:

@@ -148,8 +148,7 @@ class Layered(nn.Module):
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(torch.tanh(self.first(x)))
-        return out
+        return self.second(torch.tanh(self.first(x)))
 
 
 LOOKS: dict[str, Callable[[FSDPModule], object]] = {

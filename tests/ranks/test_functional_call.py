@@ -46,8 +46,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(torch.tanh(self.first(x))) * self.scale
-        return out
+        return self.last(torch.tanh(self.first(x))) * self.scale
 
 
 def new_model(seed: int = 3) -> Net:
@@ -227,8 +226,7 @@ class CallsWithValues(nn.Module):
         x = self.first(x)
         if self.twice:
             x = self.last(x)
-        out: torch.Tensor = functional_call(self.last, self.values, (x,)) if self.values else self.last(x)
-        return out
+        return functional_call(self.last, self.values, (x,)) if self.values else self.last(x)
 
 
 @on_ranks(2)

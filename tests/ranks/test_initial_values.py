@@ -53,8 +53,7 @@ class Buffered(nn.Module):
         self.left.register_buffer("own", torch.tensor(float(seed)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = (x @ self.weight.t()).sum() + self.get_buffer("mean").sum()
-        return out
+        return (x @ self.weight.t()).sum() + self.get_buffer("mean").sum()
 
 
 def synchronise(shape: tuple[int, ...], message_bytes: int) -> None:
@@ -322,8 +321,7 @@ class Scaled(nn.Module):
         self.register_buffer("table", torch.ones(4), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x) * self.scale
-        return out
+        return self.layer(x) * self.scale
 
 
 def collect_errors() -> list[str]:

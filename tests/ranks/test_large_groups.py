@@ -133,8 +133,7 @@ class TwoHeads(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        out: torch.Tensor = self.heads[self.head](x)
-        return out
+        return self.heads[self.head](x)
 
 
 @pytest.mark.behaviour("C-17")

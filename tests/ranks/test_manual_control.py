@@ -278,8 +278,7 @@ class Autoencoder(nn.Module):
         self.decode_bias = nn.Parameter(torch.zeros(6))
 
     def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        out: torch.Tensor = self.code(self.layers[0](x)) * scale
-        return out
+        return self.code(self.layers[0](x)) * scale
 
     def decode(self, code: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"x": self.layers[1](code) + self.decode_bias}
@@ -292,8 +291,7 @@ class Autoencoder(nn.Module):
         return x + self.decode_bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers[1](self.code(self.layers[0](x))) + self.decode_bias
-        return out
+        return self.layers[1](self.code(self.layers[0](x))) + self.decode_bias
 
 
 class Nesting(Autoencoder):

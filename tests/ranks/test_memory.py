@@ -147,8 +147,7 @@ class KeepsWeight(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.kept = self.linear.weight.detach()
-        out: torch.Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 def read_a_kept_reference(how: str) -> None:

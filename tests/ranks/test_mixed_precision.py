@@ -94,8 +94,7 @@ def inputs_of(step: int, rank: int) -> dict[str, torch.Tensor]:
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     out = model(**inputs_of(step, rank))
-    loss: torch.Tensor = out["out"].float().square().mean() + out["half"][0].float().mean()
-    return loss
+    return out["out"].float().square().mean() + out["half"][0].float().mean()
 
 
 def check_dtypes(options: dict[str, Any]) -> None:
@@ -257,8 +256,7 @@ class Normalized(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.blocks(x)
-        return out
+        return self.blocks(x)
 
 
 def signals(step: int, rank: int) -> torch.Tensor:
@@ -360,8 +358,7 @@ class Unpacking(nn.Module):
         found = self.weight
         self.seen.append((type(found), found.scale, found.dtype, found.detach().view(torch.uint8).clone()))
         unpacked = found.detach().view(torch.uint8).view(-1)[:16].view(4, 4)
-        out: torch.Tensor = self.adapter(x) + x @ unpacked.to(x.dtype) * found.scale
-        return out
+        return self.adapter(x) + x @ unpacked.to(x.dtype) * found.scale
 
 
 def keep_packed(storage: torch.dtype) -> None:
@@ -461,8 +458,7 @@ def test_parameters_in_their_original_dtype_share_messages_and_train_as_the_unsh
 
     def answer(parameter: nn.Parameter) -> torch.dtype | None:
         asked.append(parameter.shape)
-        answered: torch.dtype | None = policy.param_dtype_override_fn(parameter)
-        return answered
+        return policy.param_dtype_override_fn(parameter)
 
     counting = dataclasses.replace(policy, param_dtype_override_fn=answer)
     reference = Gate()

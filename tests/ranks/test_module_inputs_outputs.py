@@ -176,8 +176,7 @@ class Wrapped(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.before(x))
-        out: torch.Tensor = self.after(self.use(self.layers[0], x))
-        return out
+        return self.after(self.use(self.layers[0], x))
 
 
 class Returning(nn.Module):
@@ -336,8 +335,7 @@ class UsingWeight(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, weight = self.layers[0](self.before(x))
-        out: torch.Tensor = y @ weight
-        return out
+        return y @ weight
 
 
 @pytest.mark.behaviour("C-06")
@@ -364,8 +362,7 @@ class Seeking(nn.Module):
         self.layers = nn.ModuleList([Hiding()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers[0](self.before(x)).y
-        return out
+        return self.layers[0](self.before(x)).y
 
 
 def train_with_hidden_outputs(frozen: bool) -> None:

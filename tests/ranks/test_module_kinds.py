@@ -29,8 +29,7 @@ class Recurrent(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x, _ = layer(x)
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def sequences(generator: torch.Generator) -> Batch:
@@ -102,8 +101,7 @@ class Adapted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for adapter in self.adapters.values():
             x = adapter(x)
-        out: torch.Tensor = self.own(self.head(self.base(x)))
-        return out
+        return self.own(self.head(self.base(x)))
 
 
 def add_adapters_late(add: bool) -> list[str]:

@@ -44,8 +44,7 @@ class Towers(nn.Module):
         x = self.left(x) + self.left.layers[1](x)
         x = torch.tanh(self.middle(x))
         x = self.right(x)
-        out: torch.Tensor = x + self.left.layers[1](x)
-        return out
+        return x + self.left.layers[1](x)
 
 
 def shard_nested_modules_together(model: nn.Module, **options: Any) -> nn.Module:

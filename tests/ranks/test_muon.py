@@ -55,8 +55,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.out(torch.tanh(self.qkv(self.frozen(x)))))
-        out: torch.Tensor = self.head(torch.einsum("bi,eij->bj", x, self.experts))
-        return out
+        return self.head(torch.einsum("bi,eij->bj", x, self.experts))
 
 
 build = seeded(Mixed)

@@ -30,8 +30,7 @@ class Four(nn.Module):
         self.again, self.last = nn.Linear(6, 9, bias=False), nn.Linear(9, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.again(self.down(self.up(x)).relu()).relu())
-        return out
+        return self.last(self.again(self.down(self.up(x)).relu()).relu())
 
 
 def by_muon(model: nn.Module) -> Optimizer:

@@ -36,8 +36,7 @@ class Pair(nn.Module):
         self.first, self.second = nn.Linear(inputs, outputs, bias=False), nn.Linear(inputs, outputs, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = self.first(x) + self.second(x)
-        return total
+        return self.first(x) + self.second(x)
 
 
 def pair(mesh: DeviceMesh | None = None, **options: Any) -> Any:
@@ -54,8 +53,7 @@ def inputs(value: float, width: int = 4) -> torch.Tensor:
 
 
 def full(gradient: Any) -> torch.Tensor:
-    whole: torch.Tensor = gradient.full_tensor()
-    return whole
+    return gradient.full_tensor()
 
 
 def pending(model: Any) -> Any:
@@ -486,8 +484,7 @@ class Calls(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.called()
-        y: torch.Tensor = self.layer(x)
-        return y
+        return self.layer(x)
 
 
 def call_in_forward(name: str) -> str:

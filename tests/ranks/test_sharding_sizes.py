@@ -162,8 +162,7 @@ class WithScalar(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.linear(x) * self.scale
-        return out
+        return self.linear(x) * self.scale
 
 
 def _scalar() -> str:
@@ -208,8 +207,7 @@ class Dims(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.conv(x.view(-1, 3, 2, 3)).flatten(1)
         h = torch.einsum("bi,hjk,ij->bhk", h, self.heads, self.linear.weight[:6, :5]).sum(1)
-        out: torch.Tensor = self.linear(torch.tanh(h @ self.linear.weight) + self.row) @ self.wide[:, 39_990:]
-        return out
+        return self.linear(torch.tanh(h @ self.linear.weight) + self.row) @ self.wide[:, 39_990:]
 
 
 DIMS = Task(seeded(Dims), vectors(18, 11), squared_error)

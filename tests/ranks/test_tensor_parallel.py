@@ -171,8 +171,7 @@ class Summed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         assert isinstance(weight, DTensor)
-        out: torch.Tensor = (weight.to_local(grad_placements=self.pending) * x).sum()
-        return out
+        return (weight.to_local(grad_placements=self.pending) * x).sum()
 
 
 class Beside(Summed):

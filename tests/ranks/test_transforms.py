@@ -45,8 +45,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = self.mix(torch.tanh(self.first(x)), x)
-        out: torch.Tensor = self.last(mixed["product"] * mixed["sum"]) * self.scale
-        return out
+        return self.last(mixed["product"] * mixed["sum"]) * self.scale
 
 
 def energy(model: nn.Module) -> Callable[[torch.Tensor], Any]:

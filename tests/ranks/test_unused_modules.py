@@ -50,8 +50,7 @@ class Chosen(nn.Module):
             if choice != SKIP:
                 out = layer(x)
                 x = out if choice == RUN else x
-        result: torch.Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 def choices_of(step: int, rank: int) -> list[int]:
@@ -132,8 +131,7 @@ def test_modules_that_run_in_another_order_than_they_are_registered_are_named() 
             self.layers = model
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.layers[0](self.layers[1](x))
-            return result
+            return self.layers[0](self.layers[1](x))
 
     single_group: Any = fully_shard(Backwards())
     single_group.set_reduce_scatter_unused_params(True)
@@ -160,8 +158,7 @@ class Encoded(nn.Module):
                 encoded = self.encoder(x)
             x = x + encoded
             x = checkpoint(self.inner, x, use_reentrant=False) if checkpoints else self.inner(x)
-        result: torch.Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 def encode_on_some_ranks(reshard: bool | int | None) -> None:
@@ -414,8 +411,7 @@ class TwoTowers(nn.Module):
         self.left, self.right, self.head = Tower(), Tower(), nn.Linear(300, 1)
 
     def forward(self, x: torch.Tensor, uses_second: bool) -> torch.Tensor:
-        loss: torch.Tensor = self.head(self.left(x, True) + self.right(x, uses_second)).sum()
-        return loss
+        return self.head(self.left(x, True) + self.right(x, uses_second)).sum()
 
 
 @pytest.mark.behaviour("C-17")

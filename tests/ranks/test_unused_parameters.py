@@ -43,8 +43,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def choose_experts(step: int, rank: int, layer: int) -> list[int]:

@@ -44,7 +44,7 @@ class FallingBack(Layers):
             self.layers[0](x.unsqueeze(0)[:, :, :3])
         except RuntimeError:
             x = self.layers[0](x)
-        return self.layers[2](self.layers[1](x))  # type: ignore[no-any-return]
+        return self.layers[2](self.layers[1](x))
 
 
 def delay_a_reduction(kind: type[Layers]) -> None:

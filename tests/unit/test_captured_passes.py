@@ -40,8 +40,7 @@ def make(mesh: Any, build: Callable[..., Any] = nn.Sequential, **options: Any) -
 
 
 def loss(model: Any) -> torch.Tensor:
-    result: torch.Tensor = model(torch.ones(8, WIDTH)).square().sum()
-    return result
+    return model(torch.ones(8, WIDTH)).square().sum()
 
 
 def capture(device: SimulatedAccelerator, step: Step) -> None:

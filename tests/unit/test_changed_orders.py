@@ -92,8 +92,7 @@ class Flaky(nn.Module):
     def forward(self, x: torch.Tensor, *, fails: bool) -> torch.Tensor:
         if fails:
             raise ArithmeticError
-        out: torch.Tensor = self.layer(x)
-        return out
+        return self.layer(x)
 
 
 class Retrying(nn.Module):
@@ -106,8 +105,7 @@ class Retrying(nn.Module):
             x = self.flaky(x, fails=True)
         except ArithmeticError:
             x = self.flaky(x, fails=False)
-        out: torch.Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 def test_a_module_that_runs_again_after_an_error_is_freed(mesh: DeviceMesh) -> None:
@@ -191,8 +189,7 @@ class WithForce(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         energy = self.layers[1](self.layers[0](x))
         (force,) = torch.autograd.grad(energy.sum(), x, retain_graph=True)
-        out: torch.Tensor = self.layers[3](self.layers[2](energy + force))
-        return out
+        return self.layers[3](self.layers[2](energy + force))
 
 
 def test_a_backward_inside_the_forward_leaves_a_complete_plan(mesh: DeviceMesh) -> None:

@@ -46,8 +46,7 @@ def consolidate(folder: Path, state: dict[str, torch.Tensor]) -> dict[str, torch
     )
     dcp.save(state, storage_writer=writer)
     (file,) = folder.glob("*.safetensors")
-    found: dict[str, torch.Tensor] = safetensors.load_file(file)
-    return found
+    return safetensors.load_file(file)
 
 
 @pytest.mark.usefixtures("group")

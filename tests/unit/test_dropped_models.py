@@ -57,8 +57,7 @@ class TwoShifts(nn.Module):
         self.first, self.second = Shift(), Shift()
 
     def forward(self, x: torch.Tensor, given: list[ref[Any]]) -> torch.Tensor:
-        shifted: torch.Tensor = self.second(self.first(x, Note(), given), Note(), given)
-        return shifted
+        return self.second(self.first(x, Note(), given), Note(), given)
 
 
 @pytest.mark.behaviour("C-03")

@@ -38,8 +38,7 @@ class Tied(nn.Module):
         self.first.register_buffer("shared", self.get_buffer("frequencies"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(self.second(self.first(x)))
-        return out
+        return self.norm(self.second(self.first(x)))
 
 
 @pytest.mark.behaviour("A-12")

@@ -152,12 +152,10 @@ class Scorer(nn.Module):
         self.inner = nn.Linear(3, 3)
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self(x) + self.inner(x)
-        return out
+        return self(x) + self.inner(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x)
-        return out
+        return self.inner(x)
 
 
 def test_torchs_own_registration_of_forward_methods_works_on_ours() -> None:

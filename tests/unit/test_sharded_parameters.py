@@ -41,8 +41,7 @@ class Zoo(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = dict(self.named_parameters(remove_duplicate=False))
         weight = self.plain + self.transposed + self.strided + self.expanded + self.narrow
-        out: torch.Tensor = self.inner(x + self.frozen) @ weight.t() * self.integers.sum() * self.flags.sum()
-        return out
+        return self.inner(x + self.frozen) @ weight.t() * self.integers.sum() * self.flags.sum()
 
 
 def step(module: nn.Module) -> None:
@@ -156,8 +155,7 @@ class Tied(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.in_forward.append(self.is_tied and not isinstance(self.head.weight, DTensor))
-        out: torch.Tensor = self.head(self.again(self.layer(self.embedding(tokens))))
-        return out
+        return self.head(self.again(self.layer(self.embedding(tokens))))
 
 
 @pytest.mark.behaviour("A-02", "A-10")
@@ -193,8 +191,7 @@ class Swaps(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.assigned[-1] is self.weight
-        out: torch.Tensor = x @ self.assigned[-1] + self.bias
-        return out
+        return x @ self.assigned[-1] + self.bias
 
 
 @pytest.mark.behaviour("A-14")

@@ -44,8 +44,7 @@ class Spy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(self.first.weight.data_ptr())
-        out: torch.Tensor = self.second(torch.tanh(self.first(x))) * self.scale
-        return out
+        return self.second(torch.tanh(self.first(x))) * self.scale
 
 
 TASK = Task(seeded(Spy), vectors(5, 3), squared_error)
@@ -468,8 +467,7 @@ class Tied(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.first(x))
-        return out
+        return self.second(self.first(x))
 
 
 @pytest.mark.behaviour("A-10", "A-12", "H-02")
@@ -593,8 +591,7 @@ def test_converting_one_module_of_a_group_splits_its_transfers_and_trains() -> N
             self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.second(self.first(x).to(self.second.weight.dtype))
-            return out
+            return self.second(self.first(x).to(self.second.weight.dtype))
 
     task = Task(seeded(Mixed), TASK.batch, squared_error)
     model, reference = task.build(), task.build()

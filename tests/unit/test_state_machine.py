@@ -186,8 +186,7 @@ class Layer(nn.Linear):
 
 def run_layer(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     output = layer(x)
-    value: torch.Tensor = output.value if isinstance(output, Unseen) else output
-    return value
+    return output.value if isinstance(output, Unseen) else output
 
 
 class WithBackward(nn.Module):

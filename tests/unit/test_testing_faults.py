@@ -38,8 +38,7 @@ def alone(*faults: Fault) -> FaultyCommunicator:
 def gathered(communicator: FaultyCommunicator, label: str = "all-gather") -> list[float]:
     output = torch.zeros(2)
     communicator.launch(Collective.ALL_GATHER, [Transfer(output, torch.tensor([1.0, 2.0]))], label).wait()
-    values: list[float] = output.tolist()
-    return values
+    return output.tolist()
 
 
 def test_a_faulty_communicator_without_faults_behaves_like_its_base() -> None:

@@ -59,8 +59,7 @@ class Encoder(nn.Module):
         return self.encode(x)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
     def refuse(self) -> None:
         raise RuntimeError("raised by the module")

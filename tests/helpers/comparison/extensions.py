@@ -154,8 +154,7 @@ def quantized_rows_that_do_not_divide(library: Library, mesh: DeviceMesh) -> str
     library.fully_shard(model, mesh=mesh)
 
     def loss(m: nn.Module, rank: int) -> torch.Tensor:
-        total: torch.Tensor = m(batch(0, rank, 64)).square().sum()
-        return total
+        return m(batch(0, rank, 64)).square().sum()
 
     loss(model, dist.get_rank()).backward()
     return compare_gradients(model, reference, loss, rtol=1e-4, atol=1e-4)

@@ -57,8 +57,7 @@ def first_used_in_the_last_microbatch(library: Library, mesh: DeviceMesh) -> str
 
     def loss(reference: nn.Module, rank: int) -> torch.Tensor:
         first = reference(batch(0, rank).bfloat16(), branch=False).float().sum()
-        total: torch.Tensor = first + reference(batch(1, rank).bfloat16()).float().sum()
-        return total
+        return first + reference(batch(1, rank).bfloat16()).float().sum()
 
     return compare_gradients(model, seeded(Branches).to(torch.bfloat16), loss, rtol=2e-2, atol=2e-1)
 
@@ -332,8 +331,7 @@ def view_output_changed_in_place(library: Library, mesh: DeviceMesh) -> str:
     def loss(m: nn.Module, rank: int) -> torch.Tensor:
         out = m(batch(0, rank))
         out += 1
-        total: torch.Tensor = out.square().sum()
-        return total
+        return out.square().sum()
 
     def build() -> nn.Module:
         return nn.Sequential(View())
@@ -387,8 +385,7 @@ def sum_over_a_tensor_parallel_axis(library: Library, mesh: DeviceMesh) -> str:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             weight: Any = self.weight
-            total: torch.Tensor = (weight.to_local(grad_placements=[Partial()]) * x).sum()
-            return total
+            return (weight.to_local(grad_placements=[Partial()]) * x).sum()
 
     model: Any = library.fully_shard(Replicated(), mesh=both["dp"], mp_policy=bf16(library))
     model.set_force_sum_reduction_for_comms(True)
@@ -435,8 +432,7 @@ def sparse_embedding(library: Library, mesh: DeviceMesh) -> str:
         return nn.Sequential(nn.Embedding(9, 6, sparse=sparse), nn.Linear(6, 2))
 
     def loss(model: nn.Module, rank: int) -> torch.Tensor:
-        out: torch.Tensor = model(torch.tensor([rank, 3, 3])).square().sum()
-        return out
+        return model(torch.tensor([rank, 3, 3])).square().sum()
 
     model, reference = library.fully_shard(build(sparse=True), mesh=mesh), build(sparse=False)
     loss(model, dist.get_rank()).backward()

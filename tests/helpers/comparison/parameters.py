@@ -22,8 +22,7 @@ SECTION = "Parameters and modules"
 
 def full_value(parameter: Any) -> torch.Tensor:
     """Return the full values of a sharded parameter, on every rank."""
-    full: torch.Tensor = parameter.detach().full_tensor()
-    return full
+    return parameter.detach().full_tensor()
 
 
 def two_layers() -> nn.Module:
@@ -450,8 +449,7 @@ class Unpacking(nn.Module):
         if not isinstance(self.weight, Packed):
             raise TypeError(f"the weight is a {type(self.weight).__name__}")
         values = self.weight.detach().view(6, 6) * self.weight.scale
-        total: torch.Tensor = self.adapter(x) + x @ values
-        return total
+        return self.adapter(x) + x @ values
 
 
 @row(
@@ -548,7 +546,7 @@ def lines_of_the_log(library: Library, mesh: DeviceMesh) -> str:
 )
 def not_contiguous(library: Library, mesh: DeviceMesh) -> str:
     def build() -> nn.Module:
-        return nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+        return nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def loss(module: nn.Module, rank: int) -> torch.Tensor:
         output: torch.Tensor = module(batch(0, rank, 48).view(3, 3, 4, 4))

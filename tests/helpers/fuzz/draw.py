@@ -168,8 +168,7 @@ def _nodes(draw: Draw, depth: int, shards: int) -> Node:
     kind = draw(st.sampled_from(kinds))
     if kind == "again":
         return Again(draw(st.integers(0, 7)))
-    node: Node = draw(_leaves(shards) if kind == "leaf" else _blocks(depth, shards))
-    return node
+    return draw(_leaves(shards) if kind == "leaf" else _blocks(depth, shards))
 
 
 @st.composite
