@@ -96,7 +96,7 @@ def test_the_error_for_parameters_on_several_meshes_shows_all_of_them() -> None:
 
 def test_a_list_is_one_row_and_all_roots_are_named() -> None:
     model = nn.ModuleDict({"a": Chain(depth=3), "b": Chain(depth=3)})
-    layers = model["a"].layers
+    layers: Any = model["a"].layers
     fully_shard(list(layers[:2]))
     fully_shard(layers[2])
     fully_shard(model["a"])
