@@ -210,7 +210,6 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._tools import describe as describe_checkpoint
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
-    from composable_fsdp.codecs.blockwise import hadamard_
     from composable_fsdp.diagnostics.recorded_events import file_name, write
     from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace
     from composable_fsdp.init.materialize import reset_parameters

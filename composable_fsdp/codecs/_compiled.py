@@ -21,13 +21,12 @@ def fused(method: Method) -> Method:
 
     The first forward compiles what messages need, before any collective (``plugins/codecs``). Compiled code may differ
     from eager mode in the last bit of a division, equally on all ranks. ``TORCHDYNAMO_DISABLE=1`` turns off all
-    compilation. A codec whose attribute ``compiles`` is false always runs eagerly.
+    compilation.
     """
 
     @wraps(method)
     def call(codec: object, tensor: torch.Tensor, *rest: object) -> torch.Tensor:
-        compiles = getattr(codec, "compiles", True) and _is_compiled_for(tensor.device)
-        if not compiles:
+        if not _is_compiled_for(tensor.device):
             return method(codec, tensor, *rest)
         return _compiled(method)(codec, tensor.data, *rest)  # code for a view is compiled for the form of its base
 
@@ -42,7 +41,7 @@ _fused: set[object] = set()
 def is_compiled(codec: object, device: torch.device) -> bool:
     """Return True if methods of ``codec`` are compiled for ``device``."""
     method = getattr(type(codec), "encode", None)
-    return method in _fused and getattr(codec, "compiles", True) and _is_compiled_for(device)
+    return method in _fused and _is_compiled_for(device)
 
 
 @lru_cache(maxsize=1)

@@ -161,7 +161,7 @@ def watch_memory() -> None:
         assert torch.cuda.memory_allocated() - before < slack, "memory is held after zero_grad"
 
 
-CODECS = (Int8(), Int8(rotate=True), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16))
+CODECS = (Int8(), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16))
 
 
 def encode_as_on_cpu(device: str) -> None:

@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from composable_fsdp.codecs.blockwise import Int4, Int8
+__all__ = ["FLOAT", "finite_rows", "round_trip"]
 
-__all__ = ["FLOAT", "ROTATED", "finite_rows", "round_trip"]
-
-ROTATED = [Int8(rotate=True), Int8(8, rotate=True), Int8(1, rotate=True), Int4(rotate=True), Int4(4, rotate=True)]
 FLOAT = torch.finfo(torch.float32)
 SMALLEST = 2.0**-149
 EXTREMES = st.sampled_from(

@@ -34,7 +34,7 @@ from tests.helpers.transports import SOCKETS
 
 EXACT = Cast(torch.float32)
 CODECS: tuple[GradientCodec, ...] = (
-    *(EXACT, Cast(), Cast(torch.float16), Int8(), Int8(block=7), Int4(), Int4(rotate=True), Float8(per_row=True)),
+    *(EXACT, Cast(), Cast(torch.float16), Int8(), Int8(block=7), Int4(), Float8(per_row=True)),
     ErrorFeedback(Int8()),
 )
 

@@ -26,7 +26,7 @@ def test_a_row_is_what_an_index_of_the_first_dim_selects(shape: tuple[int, ...],
     assert resolve_codec(resolved, shape) == resolved
 
 
-@pytest.mark.parametrize("codec", [Float8(), Float8(block=3), Int8(), Int4(rotate=True), Cast()], ids=repr)
+@pytest.mark.parametrize("codec", [Float8(), Float8(block=3), Int8(), Int4(), Cast()], ids=repr)
 def test_other_codecs_do_not_depend_on_the_parameter(codec: Any) -> None:
     assert resolve_codec(codec, (6, 10)) is codec
 
