@@ -1,4 +1,4 @@
-"""State dicts of torch's FSDP1 are loaded: from rank 0, and from a file by way of safetensors."""
+"""State dicts of torch's FSDP1 are loaded: from rank 0, and from a safetensors file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from composable_fsdp.checkpoint import (
     load_state_dict,
     state_dict,
 )
-from tests._internals import convert
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
 
-pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[checkpoint]'")
+safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
 
 
 def trained_with_fsdp1() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -59,11 +58,10 @@ def load_state_dicts_of_fsdp1(folder: str) -> None:
             assert torch.equal(moment, optimizer_state["state"][name]["exp_avg"]), name
 
     if rank == 0:
-        torch.save(full, path / "model.pt")
-        convert(path / "model.pt", path / "export")
+        safetensors.save_file(full, path / "model.safetensors")
     dist.barrier()
     again = shard_layers(task.build(), fully_shard)
-    load_safetensors(again, path / "export")
+    load_safetensors(again, path)
     assert all(torch.equal(value, full[name]) for name, value in state_dict(again, Full()).items())
 
 
