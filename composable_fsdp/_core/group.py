@@ -727,7 +727,7 @@ class ParamGroup:
 
     def hold_gradients(self) -> None:
         """Keep this microbatch's gradients without reducing them, summed in the reduce dtype."""
-        self._reset_counters()
+        self._num_ready = self._ahead = 0
         if self.gradient_state is GradientState.ARRIVING:
             self._advance_gradients(GradientOperation.READY)
         self._accumulate()
@@ -767,7 +767,7 @@ class ParamGroup:
 
     def drop_gradients(self) -> None:
         """Drop gradients that were not reduced, accumulated microbatches included."""
-        self._reset_counters()
+        self._num_ready = self._ahead = 0
         for parameter in self.parameters:
             parameter.drop_gradient()
         for bucket in self.buckets:
@@ -775,9 +775,6 @@ class ParamGroup:
         self.partial = None  # done, or failed: waiting again would raise again
         self.were_summed = False
         self._advance_gradients(GradientOperation.DROP)
-
-    def _reset_counters(self) -> None:
-        self._num_ready = self._ahead = 0
 
     # -- reductions
 
@@ -787,7 +784,7 @@ class ParamGroup:
         if self.partial is not None:
             self.partial.wait()  # the reduction includes its result
         before = self.gradient_state
-        self._reset_counters()
+        self._num_ready = self._ahead = 0
         self.gradient_state = _AFTER_REDUCE[before]
         return self.gradient_state is not before
 

@@ -236,7 +236,8 @@ class InFlight(Generic[T]):
         if not self._done:
             self._complete()
             # The memory of the messages returns to the stream, and others may wait for the result too.
-            self._event, self._current_stream = self._stream.wait_for_current()
+            if self._stream.device.has_streams:
+                self._event, self._current_stream = self._stream.wait_for_current()
         # Messages go back to the stream they were allocated on.
         if self._owned is not None and current is not None and current != self._launched_from:
             assert self._launched_from is not None
@@ -327,16 +328,16 @@ class CommStream:
         if not self._is_null:
             self._first.wait_event(event)
 
-    def wait_for_current(self) -> tuple[torch.Event | None, Current]:
+    def wait_for_current(self) -> tuple[torch.Event, Current]:
         """Order everything that runs on this stream from now on after what the current stream runs until now.
 
+        Not to be called on null streams.
+
         Returns:
-            the event in the current stream, ``None`` on null streams, and the function that returns the current stream.
+            the event in the current stream, and the function that returns the current stream.
         """
-        event = None
-        if not self._is_null:
-            event = self._module.current_stream().record_event()
-            self._first.wait_event(event)
+        event = self._module.current_stream().record_event()
+        self._first.wait_event(event)
         return event, self._module.current_stream
 
     def join(self) -> None:

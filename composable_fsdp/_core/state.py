@@ -515,8 +515,8 @@ def states_below(module: nn.Module) -> list[FSDPState]:
 
 def state_of(module: nn.Module) -> FSDPState:
     """Return the state of ``module``, or raise a ``LifecycleError`` if it has none."""
-    state = find_state(module)
-    if state is None:
+    state = vars(module).get(_STATE_ATTRIBUTE)  # as find_state does, which would be another call in each forward
+    if not isinstance(state, FSDPState):
         raise LifecycleError(f"{type(module).__name__} has not been sharded: call fully_shard on it first.")
     return state
 
