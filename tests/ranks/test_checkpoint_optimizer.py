@@ -417,6 +417,55 @@ def test_plain_state_that_differs_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("step-*"))
 
 
+class Values(Optimizer):
+    """Keeps ``value`` in the state of each parameter, or beside them."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    def keep(self, value: object, *, beside: bool) -> None:
+        if beside:
+            self.state["all"]["value"] = value  # type: ignore[index]
+        for group in self.param_groups:
+            for parameter in () if beside else group["params"]:
+                self.state[parameter]["value"] = value
+
+
+@pytest.mark.behaviour("F-09")
+@on_ranks(2)
+def test_numbers_and_texts_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    model = shard_layers(TASKS["mlp"].build(), fully_shard)
+    last = [*model.parameters()][-1]
+    others = [p for p in model.parameters() if p is not last]
+    for name, value, other in [
+        ("a float", 0.5, 0.25),
+        ("a text", "a" * 70 + "b", "a" * 70 + "c"),
+        ("nested", {"k": [1, (2.0, "x")]}, {"k": [1, (2.0, "y")]}),
+        ("none", None, 0),
+    ]:
+        for beside in (False, True):
+            optimizer = Values([{"params": others}, {"params": [last], "of group": 1}])
+            optimizer.keep(value if rank else other, beside=beside)
+            with all_ranks_raise(
+                r"optimizer\.state\..*value.* is .* on rank 1 and .* on rank 0, but only one is saved"
+            ):
+                save(tmp_path, model, optimizer)
+            optimizer.keep(value, beside=beside)
+            save(tmp_path / name / str(beside), model, optimizer)
+    for setting in (1 + rank, torch.tensor(0.1 + rank), {"betas": (0.9, 0.9 + rank / 100)}):
+        optimizer = Values([{"params": others}, {"params": [last], "of group": setting}, {"params": [], "lr": rank}])
+        with all_ranks_raise(r"the setting 'of group' of the param group of \S+ is .* on rank 1 and .* on rank 0, but"):
+            save(tmp_path, model, optimizer)
+    equal = float("nan")
+    save(
+        tmp_path / "equal",
+        model,
+        Values([{"params": others, "nan": equal}, {"params": [last]}, {"params": [], "lr": rank}]),
+    )
+    assert not list(tmp_path.glob("step-*"))
+
+
 @pytest.mark.behaviour("F-09")
 @on_ranks(2)
 def test_optimizers_of_the_stages_of_a_pipeline_are_one_checkpoint(tmp_path: Path) -> None:

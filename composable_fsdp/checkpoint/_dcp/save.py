@@ -75,7 +75,14 @@ from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, Part
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.model import check_meshes
 from composable_fsdp.checkpoint._state_dict.opaque_state import pickled
-from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, check_replicated, on_host
+from composable_fsdp.checkpoint._state_dict.optimizer import (
+    OptimizerParam,
+    OptimizerParams,
+    check_replicated,
+    check_values,
+    on_host,
+    plain_text,
+)
 from composable_fsdp.checkpoint._state_dict.state_tree import (
     OBJECT,
     PLAIN,
@@ -121,18 +128,22 @@ def key_of(path: ContentsPath) -> str:
 class Contribution:
     """The notes of a rank to the others before a save: ranks may hold different parameters, as pipeline stages do.
 
-    ``inner`` describes tensor subclasses by key: on one rank, or, after :func:`merge`, on all of them.
+    ``values`` are texts of what is no tensor in the optimizer's state, by key. ``inner`` describes tensor subclasses by
+    key: on one rank, or, after :func:`merge`, on all of them.
     """
 
     groups: Groups
     layouts: Layouts
     replicated: Mapping[str, int]
+    values: Mapping[str, str]
     inner: Mapping[str, Any]
 
 
 def merge(contributions: Sequence[Contribution]) -> Contribution:
-    """Merge what all ranks have. If ranks have a group of the same parameters, the first rank's is used."""
+    """Merge what all ranks have. Ranks that have a group of the same parameters must have the same settings of it."""
     check_replicated({rank: each.replicated for rank, each in enumerate(contributions)})
+    check_values([each.values for each in contributions])
+    check_values([_settings_of(each.groups) for each in contributions])
     groups = {members: group for each in contributions[::-1] for members, group in each.groups.items()}
     layouts: Layouts = {}
     for rank, each in enumerate(contributions):
@@ -141,7 +152,17 @@ def merge(contributions: Sequence[Contribution]) -> Contribution:
             for key, layout in found.items():
                 if (first := known.setdefault(key, layout)) != layout:
                     _check_kinds(key, kinds_of(first), kinds_of(layout), rank)
-    return Contribution(groups, layouts, {}, inner_tensors.agreed([each.inner for each in contributions]))
+    return Contribution(groups, layouts, {}, {}, inner_tensors.agreed([each.inner for each in contributions]))
+
+
+def _settings_of(groups: Groups) -> dict[str, str]:
+    """Return texts of the settings by a title. Groups without parameters are each rank's own, as of pipeline stages."""
+    return {
+        f"the setting {key!r} of the param group of {names[0]}": plain_text(value)
+        for (_, names), group in groups.items()
+        for key, value in group.items()
+        if names and key != "params"
+    }
 
 
 def _check_kinds(key: Any, first: Mapping[TreePath, str], found: Mapping[TreePath, str], rank: int) -> None:
@@ -230,7 +251,9 @@ class Contents:
 
     def contribution(self) -> Contribution:
         parts = {key_of(path): part for path, part in self.parts.items()}
-        return Contribution(self.groups, self.layouts, self.replicated, inner_tensors.inner_contributions_of(parts))
+        values = {key_of(path): plain_text(value) for path, value in self.objects.items() if path[0] == "optimizer"}
+        inner = inner_tensors.inner_contributions_of(parts)
+        return Contribution(self.groups, self.layouts, self.replicated, values, inner)
 
     def further_keys(self) -> dict[str, str]:
         """Return the keys of ``aliases``, with that of the tensor."""

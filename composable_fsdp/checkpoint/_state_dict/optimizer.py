@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Number
 from typing import Any
 
 import torch
@@ -315,7 +316,10 @@ def restored(group: Mapping[str, Any], saved: Mapping[str, Any], numbers: Iterab
     return {**group, **settings, "params": list(numbers)}
 
 
-# -- plain tensors beside DTensors
+# -- plain tensors beside DTensors, numbers and strings
+
+_SHOWN_ITEMS, _SHOWN_LETTERS = 16, 60
+"""The most items of a tensor that is compared, and letters of a value that are shown."""
 
 
 def check_replicated(checksums: Mapping[int, Mapping[str, int]]) -> None:
@@ -324,6 +328,30 @@ def check_replicated(checksums: Mapping[int, Mapping[str, int]]) -> None:
         raise CheckpointError(
             f"{key} is a plain tensor with other values on rank {rank} than on rank {first_rank}, but only one is "
             "saved. Have the optimizer keep a DTensor."
+        )
+
+
+def plain_text(value: object) -> str:
+    """Return a text of the numbers, strings and small tensors in ``value``, by which it is compared between ranks."""
+    if isinstance(value, torch.Tensor) and type(value) is torch.Tensor and value.numel() <= _SHOWN_ITEMS:
+        value = value.tolist()
+    if value is None or isinstance(value, (Number, str, bytes)):
+        text = repr(value)
+    elif isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key!r}: {plain_text(each)}" for key, each in value.items()) + "}"
+    elif isinstance(value, (list, tuple)):
+        text = f"[{', '.join(map(plain_text, value))}]"
+    else:
+        text = type(value).__name__  # objects of other classes are not compared
+    return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}… ({digest(text)[:8]})"
+
+
+def check_values(values: Sequence[Mapping[str, str]]) -> None:
+    """Raise unless numbers and strings are equal on all ranks, which have these :func:`plain_text` of them by key."""
+    for key, rank, first_rank in differences(dict(enumerate(values))):
+        raise CheckpointError(
+            f"{key} is {values[rank][key]} on rank {rank} and {values[first_rank][key]} on rank {first_rank}, but only "
+            "one is saved. Keep it equal on all ranks, or save what belongs to a rank in extra."
         )
 
 

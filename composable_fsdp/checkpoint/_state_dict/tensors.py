@@ -26,6 +26,7 @@ from composable_fsdp.checkpoint._coordination import said
 from composable_fsdp.errors import CheckpointError
 
 K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -227,9 +228,9 @@ def checksum(value: torch.Tensor) -> int:
     return found
 
 
-def differences(checksums: Mapping[int, Mapping[K, int]]) -> Iterator[tuple[K, int, int]]:
+def differences(checksums: Mapping[int, Mapping[K, V]]) -> Iterator[tuple[K, int, int]]:
     """Yield each key with another checksum on some rank than on the first rank that has the key, and both ranks."""
-    first: dict[K, tuple[int, int]] = {}
+    first: dict[K, tuple[int, V]] = {}
     for rank, on_rank in checksums.items():
         for key, found in on_rank.items():
             first_rank, expected = first.setdefault(key, (rank, found))
