@@ -220,6 +220,16 @@ def precise(folder: Path, *, saves: bool) -> None:
         load_optimizer_state_dict(model, optimizer, full)  # into the optimizer's own tensors
         assert state_of(model, optimizer) == expected
         assert dtypes_of_state(model, optimizer) == DTYPES
+        for form, broadcasts in ((Sharded(), False), (Local(), False), (Full(), False), (Full(rank0_only=True), True)):
+            given = copy.deepcopy(optimizer_state_dict(model, optimizer, form))
+            fresh, new = in_bf16(seed=0)
+            load_optimizer_state_dict(fresh, new, given, form, broadcast_from_rank0=broadcasts)
+            assert dtypes_of_state(fresh, new) == DTYPES
+            assert state_of(fresh, new) == expected
+            if not broadcasts:
+                wide, own = in_bf16(seed=0)
+                load_optimizer_state_dict(wide.float(), own, given, form)
+                assert dtypes_of_state(wide, own) == [torch.float32, torch.float32, *DTYPES[2:]]
         return
     for stepped in (False, True):
         fresh, new = in_bf16(seed=1)

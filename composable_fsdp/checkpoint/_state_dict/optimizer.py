@@ -372,7 +372,8 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
 
     Returns:
         ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``. State of an optimizer that keeps
-        tensors in other placements than its parameters has ``"kinds"`` too, which say what each of them is.
+        tensors in other placements than its parameters has ``"kinds"`` too, which say what each of them is; state of
+        other floating-point dtypes has ``"dtypes"``, those of the parameters.
 
     Raises:
         CheckpointError: the optimizer has parameters that are not the model's, ranks have state of different ones,
@@ -394,6 +395,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     opaque = _check_alike(packed.state, kinds, owners, form)
     state: dict[Any, Any] = {}
     recorded: dict[str, dict[TreePath, str]] = {}
+    dtypes: dict[str, str] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, entry in packed.state.items():
             member = params.members[name]
@@ -409,11 +411,14 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
             found = mapped(in_form, entry)
             if owners.provides(member.parameter):
                 state[name] = found
+                values = [v for _, v in leaves(entry) if isinstance(v, torch.Tensor) and v.ndim]
+                if any(v.is_floating_point() and v.dtype != member.parameter.dtype for v in values):
+                    dtypes[name] = str(member.parameter.dtype)
                 own = {path: kind for path, kind in kinds[name].items() if kind not in (OBJECT, AS_PARAMETER, UNKNOWN)}
                 own |= dict.fromkeys(opaque.get(name, ()), OPAQUE)
                 if any(kind != PLAIN or at(entry, path).ndim for path, kind in own.items()):
                     recorded[name] = own
-    record = {"kinds": recorded} if recorded else {}
+    record = {key: found for key, found in (("kinds", recorded), ("dtypes", dtypes)) if found}
     if not owners.provides():
         return {"state": state, **record} if state else {}
     return {**packed.rest, "state": {**state, **packed.others}, "param_groups": packed.groups, **record}
@@ -483,8 +488,9 @@ def load_optimizer_state_dict(
     All ranks must call it together, and agree on errors before anything is loaded. A fresh optimizer needs no step
     first. Parameters and groups are matched by names, in any order, and the groups' hyperparameters are restored.
     Existing state is filled in place. New state is allocated, as DTensors where the parameter is one.
-    ``optimizer.load_state_dict`` runs last, with its hooks, and casts new floating-point state to the dtype of its
-    parameter, as torch does.
+    ``optimizer.load_state_dict`` runs last, with its hooks. New floating-point state keeps its dtype if that was not
+    its parameter's, as fp32 state of bf16 parameters; else it is cast to that of its parameter, as torch does with all
+    of it. New state of what torch's functions return, which do not say the dtypes of parameters, is cast.
 
     Args:
         model: a module, sharded or not.
@@ -524,16 +530,21 @@ class _Load:
     def carry_out(self) -> None:
         self._loader.agree(f"the state dict does not fit {type(self._optimizer).__name__}")
         state: dict[str, dict[str, Any]] = {}
+        saved: dict[str, str | None] = {}
         with torch.inference_mode(False), torch.no_grad():
             for name, member in self._members.items():
                 entry = self._loader.report_of(member.parameter).values.get(name)
                 if entry is not None:
-                    tree, kinds = entry
+                    tree, kinds, saved[name] = entry
                     state[name] = mapped(partial(self._loaded_value, member, kinds), tree)
         if self._quantized:
             logger.warning("loading optimizer state: %s", quantized_text(self._quantized))
         groups, others, rest = self._loader.report_of().settings
-        self._params.load(groups, state, others, rest, lambda _, value: value.is_floating_point())
+
+        def is_cast(name: str, value: torch.Tensor) -> bool:
+            return value.is_floating_point() and saved[name] in (None, str(value.dtype))
+
+        self._params.load(groups, state, others, rest, is_cast)
 
     def _match(self, state: Any) -> None:
         loader, owners, report = self._loader, self._loader.owners, self._loader.report
@@ -556,7 +567,9 @@ class _Load:
         saved_names = set(grouped if owners.provides() else state["state"])
         saved_names |= {name for name in state["state"] if str(name) in self._members}
         entries = {plain_name(name): entry for name, entry in state["state"].items() if name in saved_names}
-        kinds = {plain_name(name): found for name, found in state.get("kinds", {}).items()}
+        kinds, dtypes = (
+            {plain_name(name): found for name, found in state.get(key, {}).items()} for key in ("kinds", "dtypes")
+        )
         if owners.provides():
             saved = [{**g, "params": [plain_name(str(name)) for name in g["params"]]} for g in state["param_groups"]]
             groups = self._params.match_groups(saved, report.mismatch)
@@ -565,7 +578,8 @@ class _Load:
             if owners.only_sources:
                 groups = [group and {key: on_host(value) for key, value in group.items()} for group in groups]
             no_names = {key: entry for key, entry in state["state"].items() if key not in saved_names}
-            rest = {key: value for key, value in state.items() if key not in ("state", "param_groups", "kinds")}
+            known = ("state", "param_groups", "kinds", "dtypes")
+            rest = {key: value for key, value in state.items() if key not in known}
             if owners.only_sources:
                 no_names, rest = (mapped(lambda _, leaf: on_host(leaf), tree) for tree in (no_names, rest))
             report.settings = groups, no_names, rest
@@ -576,7 +590,7 @@ class _Load:
                 kind = kinds.get(name, {}).get(path, UNKNOWN)
                 self._compare(self._members[name], path, kind, value, report.mismatch)
             described = mapped(lambda _, leaf: _described(leaf), entry) if owners.only_sources else entry
-            report.values[name] = described, kinds.get(name, {})
+            report.values[name] = described, kinds.get(name, {}), dtypes.get(name)
         report.digest = digest([(name, [path for path, _ in leaves(e)]) for name, e in loader.given.items()])
 
     def _compare(self, member: OptimizerParam, path: TreePath, kind: str, value: object, mismatch: Mismatch) -> None:
