@@ -590,6 +590,8 @@ class FileLayout:
         places = dict(zip((spec.name for spec in ordered), pairwise(bounds), strict=True))
         own = {alias: kept for alias, kept in aliases.items() if kept in places}
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"} | own}
+        if "__metadata__" in places:
+            raise CheckpointError("safetensors files cannot hold a tensor called __metadata__. Give it another name.")
         for spec in ordered:
             code, place = dtype_code(spec.dtype), places[spec.name]
             entries[spec.name] = {"dtype": code, "shape": spec.shape, "data_offsets": place}

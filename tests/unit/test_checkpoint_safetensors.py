@@ -98,6 +98,15 @@ def test_a_dtype_without_a_name_is_refused() -> None:
         dtype_code(torch.complex128)
 
 
+def test_a_tensor_of_the_name_of_a_headers_metadata_is_refused(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+    (tmp_path / "model.safetensors").write_bytes(b"before")
+    with pytest.raises(CheckpointError, match="cannot hold a tensor called __metadata__"):
+        save_safetensors(model, tmp_path)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
+
+
 # -- reading
 
 
