@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def stranger(address: bytes, says: bytes = b"") -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("says", [b"", b"\0", b"\xff" * 20, b"x" * 2000])
+@pytest.mark.parametrize("says", [b"", b"\0", b"\xff" * 20, b"x" * 2000, b"x" * 16 + b"\2\0\0\0"])
 def test_strangers_do_not_keep_ranks_from_each_other(listeners: list[Listener], says: bytes) -> None:
     """Eight strangers fill a queue of four before the ranks come, and 200 more come meanwhile."""
     infos = [info for _, info in listeners]
@@ -67,16 +67,35 @@ def test_strangers_do_not_keep_ranks_from_each_other(listeners: list[Listener], 
         connection.close()
 
 
-def test_a_silent_connection_is_dropped(listeners: list[Listener], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "_MOST_SECONDS", 0.4)
-    monkeypatch.setattr(connect, "_MOST_SILENT_SECONDS", 0.1)
-    listener, info = listeners[0]
-    silent = stranger(info.address)
+def test_a_peer_that_does_not_come_is_named(listeners: list[Listener], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "_MOST_SECONDS", 0.2)
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of the group did not connect"):
-        meet_peers(listener, [info, listeners[1][1]], 0, {})
-    silent.setblocking(True)
-    assert silent.recv(1) == b"", "it is closed"
-    silent.close()
+        meet_peers(listeners[0][0], [info for _, info in listeners[:2]], 0, {})
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.1, 64), (100.0, 5)])
+def test_silent_connections_are_dropped_while_a_rank_waits(
+    listeners: list[Listener], monkeypatch: pytest.MonkeyPatch, seconds: float, most: int
+) -> None:
+    """All of them after a second, and before that the oldest if there are too many: each takes a descriptor."""
+    monkeypatch.setattr(connect, "_MOST_SILENT_SECONDS", seconds)
+    monkeypatch.setattr(connect, "_MOST_SILENT", most)
+    infos = [info for _, info in listeners[:2]]
+    sockets: list[dict[int, socket.socket]] = [{}, {}]
+    silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(20)]
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        waiting = pool.submit(meet_peers, listeners[0][0], infos, 0, sockets[0])
+        for connection in silent:
+            stack.callback(connection.close)
+            connection.connect(infos[0].address)  # waits while the queue is full
+            connection.settimeout(10)
+        for connection in silent if seconds < 1 else silent[:-most]:
+            assert connection.recv(1) == b"", "it is closed"
+        assert not waiting.done()
+        pool.submit(meet_peers, listeners[1][0], infos, 1, sockets[1]).result()
+        waiting.result()
+    for connection in (*sockets[0].values(), *sockets[1].values()):
+        connection.close()
 
 
 def test_memory_that_is_handed_over_cannot_shrink() -> None:
