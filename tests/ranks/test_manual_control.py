@@ -283,13 +283,6 @@ class Autoencoder(nn.Module):
     def decode(self, code: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"x": self.layers[1](code) + self.decode_bias}
 
-    @torch.no_grad()
-    def generate(self, x: torch.Tensor) -> torch.Tensor:
-        """Call the module itself repeatedly, then use its parameters, as ``generate`` of transformers does."""
-        for _ in range(2):
-            x = self(x)
-        return x + self.decode_bias
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers[1](self.code(self.layers[0](x))) + self.decode_bias
 
@@ -312,41 +305,25 @@ def play_methods(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return loss.detach()
 
 
-def play_generation(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    assert isinstance(model, Autoencoder)
-    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-    (model(x) - model.generate(x)).square().mean().backward()
-    return model.generate(x).sum()
-
-
-def train_by_other_methods(
-    kind: type[Autoencoder], methods: tuple[str, ...], reshard_after_forward: bool | None
-) -> None:
+def train_by_methods(kind: type[Autoencoder], reshard_after_forward: bool | None) -> None:
     def shard(model: nn.Module) -> None:
         shard_layers(model, fully_shard, reshard_after_forward=reshard_after_forward)
-        for method in methods:
+        for method in ("encode", "decode"):
             register_fsdp_forward_method(model, method)
 
-    play = play_generation if methods == ("generate",) else play_methods
-    check_parity(seeded(kind), play, shard=shard)
+    check_parity(seeded(kind), play_methods, shard=shard)
 
 
 @pytest.mark.behaviour("C-08")
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 def test_registered_forward_methods_train_like_forward(reshard_after_forward: bool | None) -> None:
-    run_ranks(train_by_other_methods, 2, Autoencoder, ("encode", "decode"), reshard_after_forward)
-
-
-@pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize("reshard_after_forward", [True, None])
-def test_a_registered_method_may_call_its_module(reshard_after_forward: bool | None) -> None:
-    run_ranks(train_by_other_methods, 2, Autoencoder, ("generate",), reshard_after_forward)
+    run_ranks(train_by_methods, 2, Autoencoder, reshard_after_forward)
 
 
 @pytest.mark.behaviour("C-08")
 @pytest.mark.parametrize("reshard_after_forward", [True, None])
 def test_forward_may_call_registered_methods(reshard_after_forward: bool | None) -> None:
-    run_ranks(train_by_other_methods, 2, Nesting, ("encode", "decode"), reshard_after_forward)
+    run_ranks(train_by_methods, 2, Nesting, reshard_after_forward)
 
 
 @pytest.mark.behaviour("C-08")

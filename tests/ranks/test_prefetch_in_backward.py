@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import state_of
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.large_weights import WIDTH, Tower, batch, play
 from tests.helpers.peak_memory import peak_above_idle
@@ -38,14 +36,6 @@ def towers(number: int = 3, *, ready: bool = True) -> Any:
     return model
 
 
-def record_backward(model: nn.Module) -> list[str]:
-    """Return the operations of the groups in one backward."""
-    loss = model(batch(1, dist.get_rank())).square().mean()
-    with Recorder() as recorder:
-        loss.backward()
-    return [str(event) for event in recorder if event.operation in ORDER]
-
-
 def gather_the_next_group() -> None:
     loss = towers()(batch(1, dist.get_rank())).square().mean()
     with Recorder() as recorder:
@@ -63,36 +53,6 @@ def gather_the_next_group() -> None:
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
 def test_the_next_group_is_gathered_when_backward_enters_a_group(transport: Environment) -> None:
     run_ranks(gather_the_next_group, 2, environment=transport)
-
-
-def choose_no_group() -> None:
-    model = towers()
-    model[2].set_modules_to_backward_prefetch([])
-    events = record_backward(model)
-    assert events.index("unshard 1") > max(i for i, event in enumerate(events) if event == "reduce 2")
-
-
-def bound_unsharded_bytes() -> None:
-    model = towers()
-    model.set_schedule(max_unsharded_bytes=0)
-    events = record_backward(model)
-    assert events.index("unshard 1") > max(i for i, event in enumerate(events) if event == "reduce 2")
-
-
-def bound_several() -> None:
-    """Prefetch several groups. Each of these groups alone would fit into the bound."""
-    model = towers(4)
-    model.set_schedule(prefetch_limit=3, max_unsharded_bytes=2 * state_of(model[0]).group.plan.unsharded_bytes)
-    loss = model(batch(1, dist.get_rank())).square().mean()
-    with Recorder() as recorder:
-        loss.backward()
-    assert recorder.peak_groups == 2
-
-
-@pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize("case", [choose_no_group, bound_unsharded_bytes, bound_several])
-def test_backward_prefetches_what_the_user_chose_and_what_fits(case: Callable[[], None]) -> None:
-    run_ranks(case, 2, environment=SOCKETS)
 
 
 ROUTES = {"all": [0, 1, 2, 3], "not the first batch": [0, 1, 2], "not the third": [0, 2, 3], "not the last": [1, 2, 3]}
