@@ -13,51 +13,48 @@ Shard every block, then the model itself::
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from composable_fsdp._api.fsdp_module import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    no_sync,
-    share_comm_ctx,
-)
-from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
-from composable_fsdp._api.strategy import ShardingStrategy
-from composable_fsdp._consistency.rank_report import set_wait_warning
-from composable_fsdp._consistency.shutdown import shutdown
-from composable_fsdp._core.full_mesh import ShardPlacementResult
-from composable_fsdp._core.seams import OBSERVERS
-from composable_fsdp._torch_version import warn_of_newer_torch
-from composable_fsdp.codecs.blockwise import Int4, Int8
-from composable_fsdp.codecs.cast import Cast
-from composable_fsdp.codecs.communication_policy import CommunicationPolicy
-from composable_fsdp.codecs.error_feedback import ErrorFeedback
-from composable_fsdp.codecs.float8 import Float8
-from composable_fsdp.diagnostics.communication_report import communication_report
-from composable_fsdp.diagnostics.describe import describe
-from composable_fsdp.diagnostics.nonfinite import find_nonfinite
-from composable_fsdp.diagnostics.recorded_events import TimelineRecorder
-from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
-from composable_fsdp.init.materialize import initialize, to_empty
-from composable_fsdp.init.random_shards import sharded_rng
-from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
-from composable_fsdp.optim.local_optimizer import LocalSteps, local_optimizer, set_local_steps
-from composable_fsdp.optim.muon import Muon
-from composable_fsdp.optim.offload_optimizer import offload_optimizer, reload_optimizer
-from composable_fsdp.optim.owner_step import owner_step
-from composable_fsdp.plugins.codecs.communication_state import CommunicationState
-from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
-from composable_fsdp.plugins.torch_views import client_state
-from composable_fsdp.policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    cpu_offload_by_budget,
-)
-from composable_fsdp.wrap.tied_weights import tie_groups
+from composable_fsdp._first_use import FirstUse
 
 if TYPE_CHECKING:
+    from composable_fsdp._api.fsdp_module import (
+        FSDPModule,
+        GradientReductionHandle,
+        UnshardHandle,
+        no_sync,
+        share_comm_ctx,
+    )
+    from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
+    from composable_fsdp._api.strategy import ShardingStrategy
+    from composable_fsdp._consistency.rank_report import set_wait_warning
+    from composable_fsdp._consistency.shutdown import shutdown
+    from composable_fsdp._core.full_mesh import ShardPlacementResult
+    from composable_fsdp.codecs.blockwise import Int4, Int8
+    from composable_fsdp.codecs.cast import Cast
+    from composable_fsdp.codecs.communication_policy import CommunicationPolicy
+    from composable_fsdp.codecs.error_feedback import ErrorFeedback
+    from composable_fsdp.codecs.float8 import Float8
+    from composable_fsdp.diagnostics.communication_report import communication_report
+    from composable_fsdp.diagnostics.describe import describe
+    from composable_fsdp.diagnostics.nonfinite import find_nonfinite
+    from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
+    from composable_fsdp.init.materialize import initialize, to_empty
+    from composable_fsdp.init.random_shards import sharded_rng
+    from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
+    from composable_fsdp.optim.local_optimizer import local_optimizer, set_local_steps
+    from composable_fsdp.optim.muon import Muon
+    from composable_fsdp.optim.offload_optimizer import offload_optimizer, reload_optimizer
+    from composable_fsdp.optim.owner_step import owner_step
+    from composable_fsdp.plugins.codecs.communication_state import CommunicationState
+    from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
     from composable_fsdp.plugins.weight_stream.stream import copy_params, stream_full_params
+    from composable_fsdp.policies import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        cpu_offload_by_budget,
+    )
+    from composable_fsdp.wrap.tied_weights import tie_groups
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -109,25 +106,44 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-warn_of_newer_torch()
-
-OBSERVERS += TimelineRecorder(), LocalSteps()  # diagnostics and optimizers stand above plugins
-
-_attributes: Any = fully_shard
-_attributes.state = client_state  # as torch's has
-_attributes.groups = lambda model: list(describe(model).groups)
-
-# Imported on first use, because they take time: torch.distributed.checkpoint is slow.
-_ON_FIRST_USE = {
-    "copy_params": "plugins.weight_stream.stream",
-    "stream_full_params": "plugins.weight_stream.stream",
-}
+_ON_FIRST_USE = FirstUse(
+    __name__,
+    {
+        "_api.fsdp_module": "FSDPModule GradientReductionHandle UnshardHandle no_sync share_comm_ctx",
+        "_api.fully_shard": "fully_shard register_fsdp_forward_method",
+        "_api.strategy": "ShardingStrategy",
+        "_consistency.rank_report": "set_wait_warning",
+        "_consistency.shutdown": "shutdown",
+        "_core.full_mesh": "ShardPlacementResult",
+        "codecs.blockwise": "Int4 Int8",
+        "codecs.cast": "Cast",
+        "codecs.communication_policy": "CommunicationPolicy",
+        "codecs.error_feedback": "ErrorFeedback",
+        "codecs.float8": "Float8",
+        "diagnostics.communication_report": "communication_report",
+        "diagnostics.describe": "describe",
+        "diagnostics.nonfinite": "find_nonfinite",
+        "errors": "DivergenceError FSDPError PeerError",
+        "init.materialize": "initialize to_empty",
+        "init.random_shards": "sharded_rng",
+        "optim.clip_grad": "clip_grad_norm_ get_total_norm",
+        "optim.local_optimizer": "local_optimizer set_local_steps",
+        "optim.muon": "Muon",
+        "optim.offload_optimizer": "offload_optimizer reload_optimizer",
+        "optim.owner_step": "owner_step",
+        "plugins.codecs.communication_state": "CommunicationState",
+        "plugins.full_params": "apply_to_full_params unsharded_params",
+        "plugins.weight_stream.stream": "copy_params stream_full_params",
+        "policies": "CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy OffloadPolicy cpu_offload_by_budget",
+        "wrap.tied_weights": "tie_groups",
+    },
+)
 _SUBMODULES = (
     *("checkpoint", "codecs", "diagnostics", "errors", "interop", "optim", "plan", "plugins", "policies"),
     *("testing", "trace", "wrap"),
 )
 _HOMES = ("errors", "diagnostics", "plugins.weight_stream")
-"""The modules of classes that few programs name."""
+"""The modules of classes that few programs name, which are not at the top."""
 _IN_CHECKPOINT = "is in composable_fsdp.checkpoint: from composable_fsdp.checkpoint import {0}"
 _IN_PLACE = "is FSDP1's wrapper: fully_shard(module) shards a module in place: from composable_fsdp import fully_shard"
 _OTHER_NAMES = {
@@ -140,7 +156,8 @@ _OTHER_NAMES = {
 
 def __getattr__(name: str) -> Any:
     if name in _ON_FIRST_USE:
-        return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
+        import_module("composable_fsdp._attached")
+        return _ON_FIRST_USE[name]
     if name in _SUBMODULES:
         return import_module(f"{__name__}.{name}")
     # An AttributeError would lose its text in ``from composable_fsdp import``.

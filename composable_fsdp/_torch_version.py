@@ -20,5 +20,5 @@ def warn_of_newer_torch() -> None:
             "private parts of torch, which may have changed. If training fails, install one of these, or a newer "
             "composable_fsdp. Else filter this composable_fsdp.errors.UntestedTorchWarning.",
             UntestedTorchWarning,
-            stacklevel=3,  # the import
+            stacklevel=5,  # the first use of a name of the package
         )

@@ -176,6 +176,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core.schedule import Planner
     from composable_fsdp._core.state import Accumulation, ForwardRecord, FSDPState, find_state, state_of, states_below
     from composable_fsdp._extents import Box, Cut, ShardExtent, extent_of, gather, like, plain_name, shardings_of
+    from composable_fsdp._text import text_table
     from composable_fsdp._torch_version import NEWEST, OLDEST
     from composable_fsdp.checkpoint import _coordination as rank_group
     from composable_fsdp.checkpoint import _safetensors as safetensors_files

@@ -12,16 +12,13 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 import composable_fsdp
-from composable_fsdp._api.fsdp_module import has_sharded
 from composable_fsdp.cli import checkpoint_commands, doctor, plan_command, printing, timeline_command
 from composable_fsdp.errors import ConfigurationError, FSDPError
-from composable_fsdp.interop import patch_torch
 
 __all__ = ["main"]
 
@@ -61,7 +58,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    version = f"composable-fsdp {composable_fsdp.__version__}, torch {torch.__version__}"
+    version = f"composable-fsdp {composable_fsdp.__version__}, torch {metadata.version('torch')}"
     parser.add_argument("--version", action="version", version=version)
     parser.add_argument(
         "--traceback",
@@ -102,6 +99,8 @@ def run(module: Sequence[str] | None, program: Sequence[str]) -> Callable[[], No
 
 def _run(arguments: Sequence[str], *, as_module: bool) -> None:
     """Run a script or a module as ``__main__`` with ``sys.argv`` and ``sys.path`` as Python sets them."""
+    from composable_fsdp.interop import patch_torch
+
     sys.argv = list(arguments)
     if not getattr(sys.flags, "safe_path", False):  # of Python 3.11 and newer
         sys.path[0] = str(Path.cwd() if as_module else Path(arguments[0]).resolve().parent)
@@ -120,6 +119,8 @@ def _run(arguments: Sequence[str], *, as_module: bool) -> None:
 
 def _report_unused() -> None:
     """Say on the first rank if nothing was sharded: the program then did not run on this library."""
+    from composable_fsdp._api.fsdp_module import has_sharded
+
     if not has_sharded() and os.environ.get("RANK", "0") == "0":
         printing.show_error(
             "composable-fsdp run: this process sharded nothing. Its program did not call fully_shard of "

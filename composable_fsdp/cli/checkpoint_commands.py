@@ -1,25 +1,23 @@
-"""``checkpoint``: inspects and verifies checkpoints, and converts them to safetensors."""
+"""``checkpoint``: inspects and verifies checkpoints, and converts them to safetensors.
+
+Commands import what they need when they run: the help and the version of the command need no torch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from composable_fsdp.checkpoint._tools import (
-    MAX_FILE_BYTES,
-    Description,
-    FolderDescription,
-    convert,
-    describe,
-    describe_folder,
-    is_folder,
-)
 from composable_fsdp.cli import printing
 from composable_fsdp.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from composable_fsdp.checkpoint._tools import Description, FolderDescription
+
 __all__ = ["add_commands"]
+
+_MAX_FILE_BYTES = 5 * 10**9
 
 
 def add_commands(commands: printing.Commands) -> None:
@@ -39,7 +37,7 @@ def add_commands(commands: printing.Commands) -> None:
     dtypes = ("bfloat16", "float16", "float32")
     parser.add_argument("--dtype", choices=dtypes, help="dtype of the model's floating-point tensors")
     parser.add_argument(
-        "--max-file-bytes", type=int, default=MAX_FILE_BYTES, help="bytes per file of safetensors (%(default)s)"
+        "--max-file-bytes", type=int, default=_MAX_FILE_BYTES, help="bytes per file of safetensors (%(default)s)"
     )
     parser.add_argument("--force", action="store_true", help="replace existing safetensors")
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums of SOURCE first")
@@ -55,6 +53,8 @@ def _inspect(path: Path, verify: bool, as_json: bool) -> int:
 
     Example: composable-fsdp checkpoint inspect runs/1 --verify
     """
+    from composable_fsdp.checkpoint._tools import FolderDescription, describe, describe_folder, is_folder
+
     found = describe_folder(path, verify=verify) if is_folder(path) else describe(path, verify=verify)
     if as_json:
         printing.show_json(asdict(found))
@@ -130,6 +130,10 @@ def _convert(
             "directories of checkpoints and files of torch.save, torch converts: python -m "
             "torch.distributed.checkpoint.format_utils dcp_to_torch SOURCE TARGET, or torch_to_dcp."
         )
+    import torch
+
+    from composable_fsdp.checkpoint._tools import convert
+
     left_out = convert(
         source,
         target,

@@ -1,4 +1,7 @@
-"""``doctor``: the versions, the launch variables, and an all-reduce over the ranks of a job."""
+"""``doctor``: the versions, the launch variables, and an all-reduce over the ranks of a job.
+
+Functions import torch when they run: the help of the command needs none.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from composable_fsdp._consistency.rank_report import format_ranks
-from composable_fsdp._consistency.rendezvous import StoreRendezvous
-from composable_fsdp._consistency.verify_ranks import library_version
 from composable_fsdp.cli import printing
 from composable_fsdp.diagnostics.recorded_events import MOST_RANKS
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.plugins.shared_memory.connect import host_identity
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["Finding", "add_commands", "check_launch", "check_ranks", "check_versions", "examine_ranks"]
 
@@ -79,6 +79,10 @@ def doctor(timeout: float, as_json: bool) -> int:
 
 def _meet(rank: int, ranks: int, seconds: float) -> tuple[int, list[Finding]]:
     """Examine all ranks over the store that torchrun's variables name."""
+    import torch.distributed as dist
+
+    from composable_fsdp.plugins.shared_memory.connect import host_identity
+
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts_store = rank == 0 and not has_agent
@@ -104,6 +108,10 @@ def examine_ranks(store: dist.Store, rank: int, ranks: int, seconds: float, host
     All ranks must call it together. If all do, the result is the same on all of them. Otherwise those that do get an
     error that names the others, after at most four times ``seconds``.
     """
+    import torch.distributed as dist
+
+    from composable_fsdp._consistency.rendezvous import StoreRendezvous
+
     problem, taken = _all_reduce(dist.PrefixStore("doctor gloo", store), rank, ranks, seconds)
     told = {"rank": rank, "host": host, "versions": versions(), "problem": problem, "seconds": taken}
     verdict = StoreRendezvous("doctor", rank, range(ranks)).meet(store, json.dumps(told), 2 * seconds)
@@ -118,6 +126,9 @@ def examine_ranks(store: dist.Store, rank: int, ranks: int, seconds: float, host
 
 def _all_reduce(store: dist.Store, rank: int, ranks: int, seconds: float) -> tuple[str, float]:
     """All-reduce 4 MiB over gloo, and return why it failed, or an empty text, and the seconds that it took."""
+    import torch
+    import torch.distributed as dist
+
     ones = torch.ones(_NUMEL)
     try:
         group: Any = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds))
@@ -137,6 +148,10 @@ def _all_reduce(store: dist.Store, rank: int, ranks: int, seconds: float) -> tup
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of packages, that of torch with its build, such as ``2.15.0+cu132``."""
+    import torch
+
+    from composable_fsdp._consistency.verify_ranks import library_version
+
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),

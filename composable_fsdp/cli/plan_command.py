@@ -1,6 +1,7 @@
 """``plan``: whether a model fits on its accelerators and how fast it trains, before a run.
 
 ``composable_fsdp.plan`` is imported when the command runs: some builds of torch log that they miss triton when it is.
+The help needs no torch.
 """
 
 from __future__ import annotations
@@ -16,23 +17,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable_fsdp.cli import printing
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.wrap import every_module, transformer_blocks
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from composable_fsdp.plan import Plan
 
 __all__ = ["add_commands", "builder_of"]
 
-_POLICIES: dict[str, Callable[[], Any]] = {"blocks": transformer_blocks, "modules": every_module, "none": lambda: None}
+_POLICIES = {"blocks": "transformer_blocks", "modules": "every_module", "none": ""}
+"""The names in composable_fsdp.wrap."""
 _RESHARD = {"auto": None, "true": True, "false": False}
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FIGURES = ("tflops", "gbit", "gib", "ranks_per_host")
 
 _SHARE = 0.9
@@ -81,17 +80,21 @@ def plan_model(model: str, batch: str, mesh: str, device: str, sweep: bool, as_j
             f"{batch}:int64."
         )
     with _only_own_warnings():
-        from composable_fsdp import plan
+        import torch
+
+        from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, plan, wrap
         from composable_fsdp.plan.known_accelerators import as_accelerator
 
         build = builder_of(model)
         figures = {name: given[name] for name in _FIGURES if given[name] is not None}
         options: dict[str, Any] = {"mesh": mesh, "device": replace(as_accelerator(device), **figures)}
-        options["optimizer"] = _OPTIMIZERS[given["optimizer"]]
+        options["optimizer"] = getattr(torch.optim, _OPTIMIZERS[given["optimizer"]])
         every: dict[str, Sequence[Any]] = {"recompute": [False, True]}
         if not given["sharded"]:
-            options |= {"policy": _POLICIES[given["policy"]](), "reshard_after_forward": _RESHARD[given["reshard"]]}
-            options["mp_policy"] = MixedPrecisionPolicy(_DTYPES[given["dtype"]], torch.float32)
+            if policy := _POLICIES[given["policy"]]:
+                options["policy"] = getattr(wrap, policy)()
+            options["reshard_after_forward"] = _RESHARD[given["reshard"]]
+            options["mp_policy"] = MixedPrecisionPolicy(getattr(torch, _DTYPES[given["dtype"]]), torch.float32)
             options["offload_policy"] = CPUOffloadPolicy() if given["offload"] else None
             every["reshard_after_forward"] = [True, False]
         options = {name: value for name, value in options.items() if value is not None}

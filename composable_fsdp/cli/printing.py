@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO, TypeAlias
 
-from composable_fsdp.diagnostics.communication_report import text_table
-from composable_fsdp.diagnostics.describe import count
+from composable_fsdp._text import count, text_table
 from composable_fsdp.errors import printable
 
 __all__ = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from composable_fsdp.cli import printing
-from composable_fsdp.diagnostics.timeline import draw_step, merged, straggler, write_chrome_trace
 from composable_fsdp.errors import UnsupportedError
 
 __all__ = ["add_commands"]
@@ -30,6 +29,8 @@ def timeline(folder: Path, step: int | None, as_json: bool) -> None:
 
     Example: composable-fsdp timeline runs/timeline
     """
+    from composable_fsdp.diagnostics.timeline import draw_step, merged, straggler, write_chrome_trace
+
     processes = merged(folder)
     trace, picture = folder / "timeline.json", folder / "timeline.png"
     write_chrome_trace(trace, processes)

@@ -7,12 +7,15 @@ communication.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any
 
-from composable_fsdp.diagnostics.communication_report import CommunicationReport, CommunicationRow
-from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription
-from composable_fsdp.diagnostics.meters import Meter, Reading
-from composable_fsdp.diagnostics.timeline import write_timeline
+from composable_fsdp._first_use import FirstUse
+
+if TYPE_CHECKING:
+    from composable_fsdp.diagnostics.communication_report import CommunicationReport, CommunicationRow
+    from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription
+    from composable_fsdp.diagnostics.meters import Meter, Reading
+    from composable_fsdp.diagnostics.timeline import write_timeline
 
 __all__ = [
     "CommunicationReport",
@@ -24,11 +27,21 @@ __all__ = [
     "write_timeline",
 ]
 
+_ON_FIRST_USE = FirstUse(
+    __name__,
+    {
+        "communication_report": "CommunicationReport CommunicationRow",
+        "describe": "GroupDescription ModelDescription",
+        "meters": "Meter Reading",
+        "timeline": "write_timeline",
+    },
+)
 
-def __getattr__(name: str) -> NoReturn:
+
+def __getattr__(name: str) -> Any:
     if name in ("disable", "dump", "enable"):  # an AttributeError would lose its text in ``from ... import``
         raise ImportError(
             f"diagnostics.{name} is gone: errors and warnings have the operation of each rank, "
             "COMPOSABLE_FSDP_TIMELINE records events, and Python's faulthandler.register(signal.SIGUSR1) shows stacks."
         )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _ON_FIRST_USE[name]

@@ -12,10 +12,10 @@ from composable_fsdp._core.hooks import root_of, states_of
 from composable_fsdp._core.memory import group_by_key
 from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.state import FSDPState
-from composable_fsdp.errors import printable
+from composable_fsdp._text import text_table
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "reshard_kind", "text_table"]
+__all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "reshard_kind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +68,6 @@ class CommunicationReport:
         ]
         numbers = ("per step", "bytes", "plain bytes", "ratio")
         return text_table(("group", "direction", *numbers), cells, numbers)
-
-
-_WIDEST = 300
-"""The most letters to which cells are padded: a long name in a file lengthens one line only."""
-
-
-def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> str:
-    """Return a table. The columns named in ``numbers`` are aligned to the right."""
-    lines = [[printable(cell, kept="") for cell in line] for line in (titles, *rows)]
-    widths = [min(_WIDEST, max(map(len, column))) for column in zip(*lines, strict=True)]
-    signs = [">" if title in numbers else "<" for title in titles]
-    return "\n".join(
-        "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths, strict=True)).rstrip()
-        for line in lines
-    )
 
 
 def communication_report(model: nn.Module) -> CommunicationReport:

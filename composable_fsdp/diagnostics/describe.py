@@ -15,10 +15,11 @@ from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._core.hooks import root_of, states_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.state import FSDPState
-from composable_fsdp.diagnostics.communication_report import reshard_kind, text_table
+from composable_fsdp._text import count, text_table
+from composable_fsdp.diagnostics.communication_report import reshard_kind
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["GroupDescription", "ModelDescription", "count", "describe"]
+__all__ = ["GroupDescription", "ModelDescription", "describe"]
 
 _AFTER_FORWARD = {ReshardKind.ALWAYS: "free", ReshardKind.NEVER: "keep", ReshardKind.SMALLER: "keep 1/{}"}
 _LARGE_FRACTION = 0.5
@@ -221,11 +222,6 @@ def _cells(group: GroupDescription) -> dict[str, str]:
         "strategy": group.strategy.name,
         "tied": "; ".join(" = ".join(names) for names in group.tied),
     }
-
-
-def count(number: int, noun: str) -> str:
-    """Return ``number`` with ``noun``, in the plural if need be."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _size(nbytes: float) -> str:

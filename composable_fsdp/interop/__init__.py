@@ -18,8 +18,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from composable_fsdp._api.fsdp_module import share_comm_ctx
-from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
+from composable_fsdp import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from composable_fsdp._api.torch_types import TORCH_FUNCTIONS, modules_sharded_by_torch
 from composable_fsdp.errors import ConfigurationError
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import textwrap
 from importlib import import_module
@@ -88,6 +90,29 @@ def test_the_version_is_shown() -> None:
         0,
         f"composable-fsdp {composable_fsdp.__version__}, torch {torch.__version__}\n",
     )
+
+
+WITHOUT_TORCH = """
+import sys, time
+from composable_fsdp.cli import main
+
+try:
+    main(arguments=sys.argv[1:])
+except SystemExit as end:
+    assert not end.code
+assert "torch" not in sys.modules
+print("CPU seconds:", time.process_time())
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("words", ["--version", "--help", *(f"{words} --help" for words in COMMANDS)])
+def test_the_help_and_the_version_need_no_torch_and_a_fifth_of_a_second(words: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WITHOUT_TORCH, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.rpartition(" ")[2]) < 0.2
 
 
 def test_packages_that_errors_name_can_be_installed() -> None:

@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 
 from composable_fsdp.checkpoint import load_safetensors, save, save_safetensors
 from composable_fsdp.cli import main
-from composable_fsdp.diagnostics.communication_report import text_table
 from composable_fsdp.errors import CheckpointError, ConfigurationError, FSDPError, PeerError, printable
 from composable_fsdp.trace import Operation
-from tests._internals import _files, checkpoint_save, directory, rank_group, write
+from tests._internals import _files, checkpoint_save, directory, rank_group, text_table, write
 from tests.helpers.command import run_command
 from tests.helpers.single_rank_checkpoints import trained
 

@@ -17,6 +17,7 @@ import composable_fsdp
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.errors import MissingNameError, UnsupportedError
 from tests._internals import state_of
+from tests.helpers.fresh_process import run_program
 from tests.helpers.sharding import sharded, single_rank
 
 MOST_NAMES = 44
@@ -75,6 +76,37 @@ def test_importing_a_class_from_the_top_says_where_it_is(name: str, home: str) -
 def test_names_of_other_libraries_say_what_to_import(name: str, text: str) -> None:
     with pytest.raises(ImportError, match=text):
         exec(f"from composable_fsdp import {name}")
+
+
+BEFORE_THE_FIRST_NAME = """
+import sys, torch
+import composable_fsdp
+
+ours = [name for name in sys.modules if name.startswith("composable_fsdp")]
+assert ours == ["composable_fsdp", "composable_fsdp._first_use"], ours
+assert "sympy" not in sys.modules  # which torch's DTensors import
+from composable_fsdp import *
+from composable_fsdp.plugins import OBSERVERS
+
+kinds = [type(each).__name__ for each in OBSERVERS]
+assert [kinds.count(name) for name in ("ModelCheck", "TimelineRecorder", "LocalSteps")] == [1, 1, 1]
+print(*sorted(name for name in composable_fsdp.__all__ if name in globals()))
+"""
+
+
+@pytest.mark.multiprocess
+def test_names_are_imported_at_their_first_use_and_attach_the_plugins_once() -> None:
+    done = run_program(BEFORE_THE_FIRST_NAME)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == sorted(composable_fsdp.__all__)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("first", ["composable_fsdp.interop", "composable_fsdp.plan", "composable_fsdp.testing"])
+def test_what_shards_by_itself_attaches_the_plugins(first: str) -> None:
+    """The test kit calls functions that import the names themselves."""
+    program = f"import sys, {first}\nprint('composable_fsdp._attached' in sys.modules)"
+    assert run_program(program).stdout.split() == [str(first != "composable_fsdp.testing")]
 
 
 def test_submodules_are_attributes_and_are_listed() -> None:
