@@ -6,7 +6,8 @@ The process group is fake and the tensors are tiny, so the time is that of Pytho
 turn. Overhead is the time of the step minus that of the same model without sharding, per group. With ``--alone`` all
 steps of a library run in sequence, so that its code and objects stay in the processor's caches. The floor is a step
 written by hand with torch's own calls alone (``hand_written.py``). ``--calls`` counts the Python calls of this library
-instead, which are the same in every run.
+instead, which are the same in every run. ``--profiled`` measures the same steps with and without
+``torch.profiler``, in turn.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from libraries import LIBRARIES, fake_ranks, shard
 from report import interleaved, parser, publish, ratios, sequential, spread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import ProfilerActivity, profile
 
 import composable_fsdp
 
@@ -107,6 +109,29 @@ def measure(parameters: int, mesh: DeviceMesh, rounds: int, *, bf16: bool, alone
     }
 
 
+def profiled(run: Callable[[], float]) -> Callable[[], float]:
+    """Return ``run`` under an active profiler, whose start and end do not count."""
+
+    def run_profiled() -> float:
+        with profile(activities=[ProfilerActivity.CPU]):
+            return run()
+
+    return run_profiled
+
+
+def measure_profiled(parameters: int, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
+    """Return the host time of a group without and with a profiler, forward and backward of its module included."""
+    x = torch.randn(4, 16, requires_grad=True)
+    plain = {name: step(build(parameters, name, mesh, bf16=False), x) for name in ("ours", "fsdp2")}
+    variants = {
+        name: run for each, one in plain.items() for name, run in ((each, one), (f"{each} profiled", profiled(one)))
+    }
+    samples = interleaved(variants, rounds, warm_up=5)
+    times = {f"{name} us": spread(samples[name]) for name in variants}
+    growth = {f"{name}: profiled/plain": ratios(samples[f"{name} profiled"], samples[name]) for name in plain}
+    return {"parameters": parameters, **times, **growth}
+
+
 def count_calls(parameters: int, mesh: DeviceMesh) -> dict[str, Any]:
     """Return the Python calls of this library in a steady step, per group and part of the step."""
     run = step(build(parameters, "ours", mesh, bf16=False), torch.randn(4, 16, requires_grad=True))
@@ -134,6 +159,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=60)
     options.add_argument("--alone", action="store_true", help="all steps of a library one after the other")
     options.add_argument("--calls", action="store_true", help="count Python calls, and measure no time")
+    options.add_argument("--profiled", action="store_true", help="with and without a profiler")
     arguments = options.parse_args()
     torch.set_num_threads(1)
     if arguments.calls:
@@ -142,6 +168,11 @@ def main() -> None:
         publish("host overhead: calls per group", {"ranks": WORLD}, list(counted[0]), counted, arguments.out)
         return
     rounds, sizes = (5, (4,)) if arguments.quick else (arguments.rounds, (1, 4, 12, 48))
+    if arguments.profiled:
+        with fake_ranks(WORLD) as mesh:
+            rows = [measure_profiled(size, mesh, rounds) for size in sizes]
+        publish("host time under a profiler", {"ranks": WORLD}, list(rows[0]), rows, arguments.out)
+        return
     with fake_ranks(WORLD) as mesh:
         rows = [
             measure(size, mesh, rounds, bf16=bf16, alone=arguments.alone) for bf16 in (False, True) for size in sizes

@@ -113,7 +113,7 @@ class Progress:
         number: the number of this backward. Calls store it when backward reaches them.
         reached: the states that this backward, or the last one, reached through an output with a hook.
         is_in_forward: this backward is inside of a forward.
-        is_unobserved: its last pre-backward was outside of contexts of the caller, and no observer is told of hooks.
+        is_in_context: its last pre-backward was in a context of the caller.
         task: autograd's task, inside which reentrant checkpoints begin others.
         forwards: the states that ran in each forward that may get a backward.
     """
@@ -121,7 +121,8 @@ class Progress:
     def __init__(self, states: Collection[FSDPState], task: AutogradTask) -> None:
         self.number = 0
         self.reached: set[FSDPState] = set()
-        self.is_in_forward = self.is_unobserved = False
+        self.is_in_forward = False
+        self.is_in_context = True
         self.task = task
         self._states = states
         self.forwards: dict[ForwardRecord, set[FSDPState]] = {}

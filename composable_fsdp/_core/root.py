@@ -115,32 +115,39 @@ class Root:
     # -- around every hook
 
     def _around(self, hook: Hook, subject: Any) -> AbstractContextManager[None]:
-        """Return the context of ``hook``: :meth:`_observed` if a context of the caller or an observer asks for it.
+        """Return the context of ``hook``, outside of the caller's if that is not plain, and with observers if any asks.
 
-        Tell observers if a pass may begin. Inside of BACKWARD, the answer for the last pre-backward holds.
+        Tell observers if a pass may begin. Inside of BACKWARD, the caller's context of the last pre-backward holds.
         """
         if self._pass is BACKWARD and hook in _WITHIN_BACKWARD:
-            return _UNOBSERVED if self.progress.is_unobserved else self._observed(hook, subject)
-        if self._pass is IDLE:
-            for observe in self.observers.before_first_hook:
-                observe(self)
-        is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
-        is_unobserved = not (is_in_context or self.observers.before_hook or self.observers.after_hook)
-        if hook is _PRE_BACKWARD or hook in _WITHIN_BACKWARD:
-            self.progress.is_unobserved = is_unobserved
-        return _UNOBSERVED if is_unobserved else self._observed(hook, subject)
+            is_in_context = self.progress.is_in_context
+        else:
+            if self._pass is IDLE:
+                for observe in self.observers.before_first_hook:
+                    observe(self)
+            is_in_context = bool(dispatch_modes() or function_modes() or in_transform() or in_autocast())
+            if hook is _PRE_BACKWARD or hook in _WITHIN_BACKWARD:
+                self.progress.is_in_context = is_in_context
+        if is_in_context:
+            return self._outside(hook, subject)
+        is_observed = self.observers.before_hook or self.observers.after_hook
+        return self._observed(hook, subject) if is_observed else _UNOBSERVED
+
+    @contextmanager
+    def _outside(self, hook: Hook, subject: Any) -> Iterator[None]:
+        with outside_callers_context(), self._observed(hook, subject):
+            yield
 
     @contextmanager
     def _observed(self, hook: Hook, subject: Any) -> Iterator[None]:
-        """Leave the caller's context, and tell observers of ``hook`` of ``subject``."""
-        with outside_callers_context():
-            for observe in self.observers.before_hook:
+        """Tell observers of ``hook`` of ``subject``."""
+        for observe in self.observers.before_hook:
+            observe(self, hook, subject)
+        try:
+            yield
+        finally:
+            for observe in self.observers.after_hook:
                 observe(self, hook, subject)
-            try:
-                yield
-            finally:
-                for observe in self.observers.after_hook:
-                    observe(self, hook, subject)
 
     # -- forward
 

@@ -25,25 +25,25 @@ from tests.helpers.house import (
 HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
-    ".": 619,
+    ".": 673,
     "_api": 980,
     "_consistency": 1046,
-    "_core": 5641,
+    "_core": 5647,
     "checkpoint": 3736,
-    "cli": 477,
+    "cli": 482,
     "codecs": 363,
-    "diagnostics": 669,
+    "diagnostics": 668,
     "init": 299,
     "interop": 41,
     "optim": 1514,
     "plan": 1128,
-    "plugins": 5056,
+    "plugins": 5069,
     "testing": 235,
     "wrap": 253,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22057
+MOST_CODE_OF_ALL = 22134
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""
