@@ -107,12 +107,15 @@ def placed(model: nn.Module, name: str) -> tuple[tuple[str, ...], tuple[Placemen
     return parameter.device_mesh.mesh_dim_names or (), parameter.placements
 
 
+SECONDS = 240.0
+"""The timeout of tests on three dims, in which DTensor of torch 2.15 took more than a minute on a busy machine."""
+
 UP, DOWN, HEAD = "layers.0.up.weight", "layers.0.down.weight", "head.weight"
 STRIDED = _StridedShard(0, split_factor=2)
 
 
 @pytest.mark.behaviour("A-06", "A-07", "C-02", "J-02")
-@on_ranks(4)
+@on_ranks(4, timeout=SECONDS)
 def test_several_data_parallel_dims_beside_between_and_around_tensor_parallel_ones() -> None:
     mesh = named_mesh(a=2, b=1, tp=2)
     model = check(mesh, Dims(replicate="a", shard="b"), ["a", "b"])
@@ -147,7 +150,7 @@ and DTensor's caches replace a mesh by an equal one.
 
 
 @pytest.mark.behaviour("C-16", "J-02")
-@on_ranks(4)
+@on_ranks(4, timeout=SECONDS)
 def test_gradients_equal_those_of_ddp_and_fsdp2_for_sharded_and_replicated_inputs() -> None:
     """Compare ours, FSDP2's and the plain model's gradients for sharded and replicated inputs."""
     for sizes, names in PEER_MESHES:
