@@ -1,4 +1,4 @@
-"""Explain errors of methods that use sharded parameters without a call of the module.
+"""Explain errors of programs that use sharded parameters without a call of the module, or read the memory of a shard.
 
 Only calls of a module unshard its parameters. A method that computes with sharded ones fails with an error of
 ``DTensor`` about mixed operands; public methods of sharded classes turn it into one that names the method and the
@@ -19,14 +19,17 @@ fail torch's checks for ``type(p) is DTensor``; with the attribute on the parame
 from __future__ import annotations
 
 import functools
+import linecache
+import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from types import FunctionType, TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable_fsdp._consistency.watchdog import note_end
 from composable_fsdp._core.params import find_parameter, in_functional_call
@@ -40,6 +43,11 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 _REMEDY = (
     "Call that module; or a method of it after composable_fsdp.register_fsdp_forward_method(module, name); or put "
     "module.unshard() before and module.reshard() after what computes with it."
+)
+_NO_STORAGE = "invalid python storage"
+_FULL_VALUES = (
+    "On all ranks, take value.full_tensor() of it, or do this inside composable_fsdp.unsharded_params(model, "
+    "writeback=False); composable_fsdp.checkpoint.save_safetensors writes shards as they are."
 )
 _SHOWN = 3
 
@@ -67,25 +75,63 @@ def explain(error: BaseException) -> str | None:
     text = explanation_of(error)
     if text is None or not hasattr(error, "add_note"):
         return text
-    if not any(note.endswith(_REMEDY) for note in getattr(error, "__notes__", ())):
+    if not any(note.endswith((_REMEDY, _FULL_VALUES)) for note in getattr(error, "__notes__", ())):
         error.add_note(text)
     return None
 
 
 def explanation_of(error: BaseException) -> str | None:
-    """Return a text that names the sharded parameter an error of ``DTensor`` is about, or ``None`` for other errors.
+    """Return a text that names the sharded parameter an error of torch is about, or ``None`` for other errors.
 
-    It is the first one found in the locals of the traceback, innermost frame first, or in a module among these locals.
-    Otherwise the text names those below such a module, of which it may be one.
+    It is the first one found in the lines of the traceback and in its locals, innermost frame first, or in a module
+    among these. Otherwise the text names those below such a module, of which it may be one.
     """
-    if not is_mixed(error):
+    no_storage = isinstance(error, RuntimeError) and _NO_STORAGE in str(error)
+    if not no_storage and not is_mixed(error):
         return None
-    if in_functional_call():
+    if in_functional_call() and not no_storage:
         return "If functional_call was given sharded values, give full ones: value.full_tensor(), called by all ranks."
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name != "<module>"]
-    values = [value for frame in reversed(frames) for value in frame.f_locals.values()]
+    frames = list(traceback.walk_tb(error.__traceback__))
+    values = [value for frame, line in reversed(frames) for value in _values_in(frame, line)]
+    if no_storage:
+        return _explain_storage(values)
     texts = (explain_value(value) for explain_value in (_explain_value, _explain_below) for value in values)
     return next(filter(None, texts), None)
+
+
+def _values_in(frame: FrameType, line: int) -> Iterator[object]:
+    """Yield parameters that dotted names in a line of a frame stand for, then locals of functions."""
+    for name in re.findall(r"[^\W\d]\w*(?:\.\w+)*", linecache.getline(frame.f_code.co_filename, line)):
+        first, *attributes = name.split(".")
+        value = frame.f_locals.get(first, frame.f_globals.get(first))
+        for attribute in attributes:
+            value = _attribute(value, attribute)
+            if isinstance(value, nn.Parameter):
+                yield value
+    if frame.f_code.co_name != "<module>":
+        yield from frame.f_locals.values()
+
+
+def _attribute(value: object, name: str) -> object:
+    """Return an attribute of ``value`` without running code of its class, or ``None``."""
+    tables = [getattr(value, "__dict__", {})]
+    if isinstance(value, nn.Module):
+        tables += [value._parameters, value._modules]
+    return next((table[name] for table in tables if name in table), None)
+
+
+def _explain_storage(values: Iterable[object]) -> str | None:
+    """Return the explanation for the first ``DTensor`` of ``values``, or in a mapping, one with a name first."""
+    named = (pair for value in values for pair in (value.items() if isinstance(value, Mapping) else [("", value)]))
+    shards = [(name, each) for name, each in named if isinstance(each, DTensor)]
+    names = [name or getattr(find_parameter(each), "name", "") for name, each in shards]
+    known = next(filter(None, names), None)
+    if not shards:
+        return None
+    return (
+        f"{'a tensor' if known is None else repr(known)} is a DTensor: this rank has only a shard of it, in no memory "
+        f"that can be read as that of a full tensor. {_FULL_VALUES}"
+    )
 
 
 def _explain_value(value: object) -> str | None:

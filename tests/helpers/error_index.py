@@ -81,9 +81,15 @@ REMEDIES = {
 FOREIGN = {
     "got mixed torch.Tensor and DTensor": (
         "Something computed with a sharded parameter without a call of the sharded module: a plain module in it was "
-        "called directly, or its weight was used.",
+        "called directly, or its weight was used (`x @ layer.weight`). A note below the error names the parameter.",
         "Call the sharded module; or [register](how-to/evaluation.md#generate) the method that computes; or use "
         "`unshard()` and `reshard()`.",
+    ),
+    "Attempted to access the data pointer on an invalid python storage": (
+        "Something read the memory of a shard as that of a full tensor, for example `save_pretrained` or safetensors' "
+        "`save_file`.",
+        "Take `full_tensor()` on all ranks, or call it inside [`unsharded_params(model, "
+        "writeback=False)`](how-to/peft.md#save-load-and-merge), or use [`save_safetensors`](checkpoints.md).",
     ),
     "setStorage: … are out of bounds for storage of size 0, or a segmentation fault": (
         "A reference to an unsharded parameter was used after its memory was freed.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import warnings
@@ -114,11 +115,41 @@ def test_the_error_names_the_sharded_parameter_of_a_plain_module(ran: bool) -> N
     )
     text = explanation(lambda: linear(X))
     assert text is not None
-    assert text.startswith(f"parameter 'weight' of this Linear{remedy}")
+    assert text.startswith(f"parameter 'linear.weight'{remedy}")
     text = explanation(lambda: weighted(X, linear.weight))
     assert text is not None
     assert text.startswith(f"parameter 'linear.weight'{remedy}")
     assert explanation(model[0].refuse) is None
+
+
+@pytest.mark.behaviour("H-02")
+def test_the_error_names_the_parameter_in_the_line_that_failed_though_no_local_holds_it() -> None:
+    model = build()
+    head = model[2].linear
+    text = explanation(lambda: X @ head.bias.expand(4, 4))
+    assert text is not None
+    assert text.startswith("parameter '2.linear.bias' is sharded, being in the group of 'Sequential'")
+
+
+@pytest.mark.behaviour("H-02")
+def test_an_error_about_the_memory_of_a_shard_names_it_and_how_to_take_full_values() -> None:
+    model = build()
+    tensors = {name: value.detach() for name, value in model.state_dict().items()}
+    bias = model[2].linear.bias
+    writes: list[tuple[Callable[[], object], str]] = [
+        (lambda: addresses(tensors), "'0.linear.weight'"),
+        (lambda: bias.untyped_storage().data_ptr(), "'2.linear.bias'"),
+    ]
+    for write, name in writes:
+        text = explanation(write)
+        assert text is not None
+        assert text.startswith(f"{name} is a DTensor: this rank has only a shard of it")
+        assert "full_tensor()" in text
+        assert "unsharded_params(model, writeback=False)" in text
+
+
+def addresses(tensors: dict[str, torch.Tensor]) -> list[int]:
+    return [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
 
 
 class TiedHead(nn.Module):
@@ -149,9 +180,8 @@ def test_an_error_in_the_forward_of_a_sharded_module_is_explained_where_it_is_ca
             call(X)
         if sys.version_info >= (3, 11):
             (note,) = caught.value.__notes__
-            assert note.startswith(
-                "If the DTensor is a sharded parameter of this TiedHead, one of 'first.weight', 'first.bias', "
-                "'second.weight', …: only calls of the module whose group it is in bring it into memory. Call that"
+            assert re.match(
+                r"parameter 'weight' is sharded, being in the group of '(0\.)?first' \(Linear\): only calls", note
             )
 
 
@@ -171,7 +201,7 @@ def test_an_uncaught_error_has_the_explanation() -> None:
     assert ended.returncode == 1
     mixed, advice = (
         ended.stderr.index("got mixed torch.Tensor and DTensor"),
-        ended.stderr.index("parameter 'weight' of"),
+        ended.stderr.index("parameter '0.weight' is sharded"),
     )
     assert mixed < advice, ended.stderr
 
