@@ -6,6 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 CLIENTS_PIP = $(CLIENTS_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+NEW_PIP := pip>=25.1# the first that installs dependency groups
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.ready-demo
 CLIENTS_VENV ?= .venv-clients
@@ -25,7 +26,7 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test test-torch true-device test-fast plugins check format docs behaviours upstream errors front-page bench bench-quick gpu clients suites clean
+.PHONY: help install demo demo-short quantized elastic test test-torch true-device test-fast plugins check format docs behaviours upstream errors front-page bench bench-quick gpu clients suites release clean
 
 FOR_USERS := install|demo|docs|test|test-fast
 
@@ -36,14 +37,15 @@ help: ## list the targets
 
 # torch comes first, by itself, so that no later package can have another torch installed. The demo needs less than the
 # rest: with $(READY) it is there already.
-$(READY): EXTRAS = dev,clients
-$(DEMO_READY): EXTRAS = demo
+$(READY): WHAT = '.[checkpoint]' --group dev --group clients
+$(DEMO_READY): WHAT = . --group demo
 $(READY) $(DEMO_READY): pyproject.toml constraints.txt
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PY=/path/to/python")'
 	@echo "installing into $(VENV); the first time this takes some minutes"
 	$(PY) -m venv $(VENV)
+	$(PIP) install '$(NEW_PIP)'
 	$(PIP) install -c constraints.txt $$(grep '^torch==' constraints.txt)
-	$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]'
+	$(PIP) install -c constraints.txt -e $(WHAT)
 	@touch $@ $(if $(filter $(READY),$@),$(DEMO_READY))
 
 install: $(READY) ## make .venv with torch, the package and its tools
@@ -75,8 +77,8 @@ test-torch: ## run the tests with another torch: VERSION=2.15.0, with several gi
 	$(PY) -m venv $(TORCH_VENV)
 	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
 	echo 'torch==$(VERSION)' >> $(TORCH_VENV)/constraints.txt
-	$(TORCH_PIP) install torch==$(VERSION)
-	$(TORCH_PIP) install -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
+	$(TORCH_PIP) install '$(NEW_PIP)' torch==$(VERSION)
+	$(TORCH_PIP) install -c $(TORCH_VENV)/constraints.txt -e '.[checkpoint]' --group dev
 	PATH=$(TORCH_VENV)/bin:$$PATH $(TORCH_VENV)/bin/python -m pytest $(or $(TEST_ARGS),-n 2 --dist worksteal --durations 25)
 
 true-device: $(READY) ## build a device that is not the CPU, by g++, and test training on it
@@ -114,9 +116,10 @@ gpu: $(READY) ## check the library on this machine's GPUs, and write a report (G
 # A venv of its own, since these libraries narrow each other's versions; torch first and alone, and still there after.
 $(CLIENTS_READY): pyproject.toml constraints.txt clients/constraints.txt
 	$(PY) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_PIP) install '$(NEW_PIP)'
 	$(CLIENTS_PIP) install -c constraints.txt $$(grep '^torch==' constraints.txt)
 	@$(CLIENTS_VENV)/bin/python -m pip freeze | grep '^torch==' > $(CLIENTS_VENV)/torch-first
-	$(CLIENTS_PIP) install -c constraints.txt -c clients/constraints.txt -e '.[clients-all]'
+	$(CLIENTS_PIP) install -c constraints.txt -c clients/constraints.txt -e '.[checkpoint]' --group clients-all
 	@$(CLIENTS_VENV)/bin/python -m pip freeze | grep '^torch==' | diff $(CLIENTS_VENV)/torch-first - \
 		|| { echo "a client had another torch installed"; exit 1; }
 	@touch $@
@@ -143,6 +146,22 @@ front-page: $(READY) ## write the figures of the documentation's front page, fro
 
 errors: $(READY) ## write docs/errors.md, the index of errors, from the code
 	$(BIN)/python -m tests.helpers.error_index
+
+release: ## build wheel and sdist, check them, install each in a clean environment, and run examples/first.py there
+	rm -rf dist build/release
+	$(PY) -m venv build/release/tools
+	build/release/tools/bin/python -m pip --quiet install '$(NEW_PIP)'
+	build/release/tools/bin/python -m pip --quiet install --group release
+	build/release/tools/bin/python -m build
+	build/release/tools/bin/twine check --strict dist/*
+	cp examples/first.py build/release
+	@set -e; for file in dist/*; do \
+		env=build/release/$${file##*.}; echo "installing $$file"; $(PY) -m venv $$env; \
+		$$env/bin/python -m pip --quiet install $$(grep '^torch==' constraints.txt); \
+		$$env/bin/python -m pip --quiet install $$file; \
+		(cd build/release; env -u PYTHONPATH $(CURDIR)/$$env/bin/torchrun --standalone --nproc-per-node 2 first.py); \
+		(cd build/release; env -u PYTHONPATH $(CURDIR)/$$env/bin/composable-fsdp --version); \
+	done
 
 behaviours: $(READY) ## run the tests, then say which rows of tests/behaviours.toml they show
 	$(BIN)/python -m pytest -q --behaviours $(TEST_ARGS)

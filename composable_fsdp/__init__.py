@@ -104,7 +104,7 @@ __all__ = [
     "unsharded_params",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _ON_FIRST_USE = FirstUse(
     __name__,

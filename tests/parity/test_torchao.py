@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.behaviour("E-11"),
     pytest.mark.skipif(
         find_spec("torchao") is None,
-        reason="needs torchao: pip install -c constraints.txt '.[clients]', or make install",
+        reason="needs torchao: make install",
     ),
 ]
 

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.behaviour("B-01"),
     pytest.mark.skipif(
         find_spec("transformers") is None,
-        reason="needs transformers: pip install -c constraints.txt '.[clients]', or make install",
+        reason="needs transformers: make install",
     ),
 ]
 

@@ -45,7 +45,7 @@ from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tensor_classes import Blocked, BlockedAdam, inner_of
 
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install '.[clients]'")
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: make install")
 
 ROUNDING = {"AdamW8bit": 0.01, "AdamW4bit": 0.15, "AdamWFp8": 0.04, "BlockedAdam": 0.02}
 """The most by which quantizing again may change a value, of the largest value of the tensor."""

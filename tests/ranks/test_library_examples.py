@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.fresh_process import run_script_on_ranks
 
-INSTALL = "pip install -c constraints.txt '.[clients]', or make install"
+INSTALL = "make install"
 
 
 def needs(library: str) -> pytest.MarkDecorator:

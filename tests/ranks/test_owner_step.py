@@ -176,7 +176,7 @@ def test_optimizers_of_a_package_differ_by_the_rounding_of_products_with_eigenve
 
     Power iterations amplify it, here several thousand times. So the model is in float64, in which it is below 1e-7.
     """
-    pytest.importorskip("pytorch_optimizer", reason="needs pytorch_optimizer: pip install '.[test]'")
+    pytest.importorskip("pytorch_optimizer", reason="needs pytorch_optimizer: make install")
     run_ranks(step_packaged, 2, name)
 
 
