@@ -37,13 +37,13 @@ MOST_CODE = {
     "interop": 41,
     "optim": 1514,
     "plan": 1128,
-    "plugins": 5069,
+    "plugins": 5103,
     "testing": 235,
     "wrap": 253,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22145
+MOST_CODE_OF_ALL = 22179
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""
