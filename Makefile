@@ -55,6 +55,11 @@ demo: $(DEMO_READY) ## train a small model on real text on 2 ranks, check it, pl
 	$(DEMO_ENV) $(TRAIN) $(DEMO)
 	$(BIN)/python examples/plan_text.py --ranks 2 $(DEMO)
 	$(BIN)/composable-fsdp timeline runs/demo-timeline
+	@echo
+	@echo 'Shown: training on two ranks with the losses of an unsharded run, a resume, a plan of its memory, its timeline.'
+	@echo 'Files: checkpoints in runs/demo, the timeline in runs/demo-timeline.'
+	@echo 'Programs: examples/train_text.py, examples/plan_text.py.'
+	@echo 'Next: docs/quickstart.md shards a model of your own.'
 
 demo-short: $(DEMO_READY) ## the same in few steps
 	$(TRAIN) --out runs/demo-short --steps 60 $(DEMO_ARGS)
@@ -87,7 +92,7 @@ true-device: $(READY) ## build a device that is not the CPU, by g++, and test tr
 plugins: $(READY) ## run the tests without each plugin, and print a table; takes hours (PLUGINS_ARGS="ForwardOrder --tests tests/unit")
 	$(BIN)/python -m tests.plugin_table $(PLUGINS_ARGS)
 
-test-fast: $(READY) ## run the tests that start no other process, in at most 3 minutes (TEST_ARGS=...)
+test-fast: $(READY) ## run the tests that start no other process, in at most 4 minutes (TEST_ARGS=...)
 	$(BIN)/python -m pytest -m "not multiprocess" $(TEST_ARGS)
 
 check: $(READY) ## lint, format, types, layering

@@ -245,7 +245,7 @@ def test_the_first_program_trains_on_two_ranks_and_its_schedule_is_that_of_the_r
     losses = [float(loss) for loss in re.findall(r"rank 0 step \d loss ([\d.]+)", said)]
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 0.1
-    assert "\n".join(shown_by("torchrun --standalone --nproc-per-node 2 first.py | grep")) in said
+    assert "\n".join(shown_by("torchrun --standalone --nproc-per-node 2 examples/first.py | grep")) in said
 
 
 @pytest.mark.multiprocess
@@ -254,7 +254,7 @@ def test_the_readme_shows_the_error_of_the_other_rank(tmp_path: Path) -> None:
     assert f"`{line}`" in README.read_text()
     program.write_text(first_program().replace("    loss.backward()", f"    {line}\n    loss.backward()"))
     said = run_script_on_ranks(program, fails=True)
-    own, *other = shown_by("torchrun --standalone --nproc-per-node 2 first.py 2>&1 | grep")
+    own, *other = shown_by("torchrun --standalone --nproc-per-node 2 examples/first.py 2>&1 | grep")
     assert f"[rank1]: {own}" in said
     shown = re.escape(" ".join(other)).replace("58", r"\d+")
     assert re.search(rf"\[rank0\]: composable_fsdp\.errors\.{shown}", said), said
