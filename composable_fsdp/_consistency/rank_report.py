@@ -19,6 +19,7 @@ __all__ = [
     "ABANDONED",
     "ENDED_AT",
     "LOOK",
+    "MOST_RANKS",
     "REPORTED_AT",
     "RESET",
     "OperationId",
@@ -34,6 +35,9 @@ __all__ = [
     "wait_text",
     "wait_warning",
 ]
+
+MOST_RANKS = 10**6
+"""More than any job has: larger numbers in files and variables are damaged, or sent by somebody."""
 
 RESET = "called reset_iter_state()"
 """The failure of a rank whose program begins the step again outside of all passes, with no backward to come."""

@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from composable_fsdp._consistency.rank_report import format_ranks
+from composable_fsdp._consistency.rank_report import MOST_RANKS, format_ranks
 from composable_fsdp.cli import printing
-from composable_fsdp.diagnostics.recorded_events import MOST_RANKS
 from composable_fsdp.errors import ConfigurationError
 
 if TYPE_CHECKING:

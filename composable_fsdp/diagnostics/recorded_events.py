@@ -27,19 +27,19 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import trace
+from composable_fsdp._consistency.rank_report import MOST_RANKS
 from composable_fsdp._core.seams import Observer
 from composable_fsdp._files import read_text, replace_file
 from composable_fsdp.errors import ConfigurationError, printable
 from composable_fsdp.trace import Operation, TraceEvent
 
-__all__ = ["MOST_RANKS", "RecordedEvents", "TimelineRecorder", "decode", "file_name", "read", "write"]
+__all__ = ["RecordedEvents", "TimelineRecorder", "decode", "file_name", "read", "write"]
 
 _VARIABLE = "COMPOSABLE_FSDP_TIMELINE"
 _FORMER_VARIABLE = "COMPOSABLE_FSDP_DIAGNOSTICS"
 _KEPT_EVENTS = 20_000
 """The last events that are kept. A group has about ten in a step: these are 20 steps of a model with 100 groups."""
 _FORMAT = 5
-MOST_RANKS = 10**6
 
 logger = logging.getLogger(__name__)
 
