@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,19 @@ def labels_of(shard: Any) -> set[str]:
 
 def first_words(labels: set[str]) -> set[str]:
     return {label.partition(" ")[0].removeprefix("FSDP::") for label in labels}
+
+
+@on_ranks(2)
+def test_labels_are_those_of_the_page_and_annotations_as_of_record_function() -> None:
+    model = chain(ours.fully_shard)
+    model(torch.ones(2, 3)).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
+        model(torch.ones(2, 3)).sum().backward()
+    labels = [event for event in recorded.events() if event.name.startswith("FSDP::")]
+    assert all(event.is_user_annotation for event in labels)
+    page = (Path(ours.__file__).parents[1] / "docs" / "how-to" / "profiler.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert first_words({event.name for event in labels}) == set(re.findall("`(.*?)`", "".join(rows)))
 
 
 @on_ranks(2)
