@@ -37,7 +37,7 @@ from composable_fsdp._core.hooks import hooked_forward, root_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import CLASS_MEMBERS
-from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, FSDPState, connections, state_of, states_below
+from composable_fsdp._core.state import Accumulation, FSDPState, connections, state_of, states_below
 from composable_fsdp._other_names import OF_FSDP1, RENAMED, UNSUPPORTED
 from composable_fsdp.errors import (
     ArgumentTypeError,
@@ -375,8 +375,12 @@ class FSDPModule(TorchFSDPModule):
         """
         if costs is not ...:
             raise MissingNameError(f"set_schedule has no costs= in this version; {UNSUPPORTED['costs']}.")
-        numbers = zip(ROOT_OPTIONS, (max_unsharded_bytes, prefetch_limit, max_fused_bytes), strict=True)
-        given: dict[str, Any] = {name: value for name, value in numbers if value is not ...}
+        numbers = {
+            "max_unsharded_bytes": max_unsharded_bytes,
+            "prefetch_limit": prefetch_limit,
+            "max_fused_bytes": max_fused_bytes,
+        }
+        given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not ...}
         for name, value in given.items():
             check_count(name, value, or_none=True)
         set_root_options(_state(self), given)

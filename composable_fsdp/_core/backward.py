@@ -267,7 +267,7 @@ class ReductionQueue:
                 for member in members:
                     if member.gradient_state not in LOCAL_GRADIENTS:
                         member.contribute()
-        # Take the gradients. Groups that have none drop out.
+        # Groups without gradients drop out. The launch takes the gradients.
         reduction = reduce_together(members, self._plans.launcher.streams, self._fused_buckets, partial=partial)
         if reduction is None:
             return
@@ -332,7 +332,7 @@ class ReductionQueue:
         return sum(sizes) > largest + largest // _SLACK_DIVISOR
 
     def _start(self) -> None:
-        """Launch second stages whose first stage is done.
+        """Launch second stages. On null streams this waits for their first stages.
 
         One that raises, for example in a codec, is dropped: recovery would only raise again.
         """

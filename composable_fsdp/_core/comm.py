@@ -62,7 +62,7 @@ class Traits:
         aliases: ranks can share memory, or one rank has all, so that an all-gather need not copy.
         coalesces: all transfers of a launch are one message with one latency.
         dispatches: collectives pass torch's dispatcher, so torch's profiler and dispatch modes see them by themselves.
-        checks: the communicator itself compares operations between ranks, and reports waits.
+        checks: nothing needs to watch it: it compares operations and reports waits itself, or has no peers.
         zero_copy_min_bytes: unsharded bytes from which a zero-copy transfer of a tensor is faster than copying it into
             a packed one.
     """

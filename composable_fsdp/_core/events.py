@@ -1,4 +1,4 @@
-"""The hooks, passes and states of a step, and the record of a forward."""
+"""The hooks, passes and states of a step."""
 
 from __future__ import annotations
 

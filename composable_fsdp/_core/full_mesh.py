@@ -165,7 +165,7 @@ class FullMesh:
 
 
 FORMS: list[Callable[[str, torch.Tensor, FullMesh], PlainForm | None]] = []
-"""Read the form of a parameter, given its name. The first result counts. An error is that the form is wrong."""
+"""Each returns the form of a plain parameter, or ``None``; it raises if the form is wrong. The first form counts."""
 
 
 def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim: int) -> ParameterSharding:

@@ -1,4 +1,4 @@
-"""One parameter group: gather, wait, free and reduce; and the verbs by which a root acts."""
+"""One parameter group: its states, its memory, and what it gathers, frees and reduces."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class ParamGroup:
         """Returns the FSDP state, whose root is told of complete gradients, or ``None``."""
         self.task = AutogradTask()
         self._num_ready = 0
-        """The number of gradients that have arrived since the last reduction or hold, and of ``_ahead``."""
+        """The number of gradients that have come since the last reduction or hold, and of the ``_ahead`` next ones."""
         self._ahead = 0
         """The number of gradients whose arrival will change nothing else, so that their hooks only count them."""
         self.were_summed = False
@@ -687,7 +687,7 @@ class ParamGroup:
         # A backward inside this one: its end is not the end of this one.
         if is_nested:  # more gradients may follow
             return False
-        # The last gradient ends the group. Those before it are counted by their hooks alone.
+        # The last gradient ends the group. Count all others in advance: their hooks only decrement ``_ahead``.
         num_trainable = self.plan.num_trainable
         self._num_ready += 1
         if self._num_ready >= num_trainable:
@@ -778,7 +778,7 @@ class ParamGroup:
 
     # -- reductions
 
-    def take_gradients(self) -> bool:
+    def start_reducing(self) -> bool:
         """Reset the counters for a reduction of the gradients. Return False if there are none."""
         # The sum of earlier reductions over the shard axis goes into this one.
         if self.partial is not None:

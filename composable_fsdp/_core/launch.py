@@ -37,7 +37,7 @@ def reduce_together(
         fused_buckets: fuses the messages of several groups if possible.
         partial: reduce over the shard axis only, and keep the sum, in the reduce dtype, for a later reduction.
     """
-    taken = [member for member in members if member.take_gradients()]
+    taken = [member for member in members if member.start_reducing()]
     return GroupReduction(taken, streams, fused_buckets, partial=partial) if taken else None
 
 
@@ -249,7 +249,7 @@ class StreamLauncher:
             gather = first.last_gather
             if gather is None or not gather.is_of(buckets):
                 gather = AllGather(buckets, first.axes.device)
-                if not first.slices:  # these are others each time
+                if not first.slices:  # slices are new objects in each pass
                     first.last_gather = gather
             gather.begin(label)
             try:

@@ -317,8 +317,8 @@ class CommStream:
         self.device = device
         self._module = device.module
         self._stream = device.module.Stream(priority=priority)
-        self._first = device.module.Stream(priority=priority) if copies_ahead else self._stream
-        """The stream on which a run begins. The other one waits for it in each run, and so for what it has waited."""
+        self._copy_stream = device.module.Stream(priority=priority) if copies_ahead else self._stream
+        """The stream on which a run begins, with copies. The other one waits for it in each run."""
         self._is_null = not device.has_streams
         self.seconds_waited = 0.0
         """The seconds for which the host was blocked by waits for collectives, on a null stream."""
@@ -326,7 +326,7 @@ class CommStream:
     def wait_event(self, event: torch.Event) -> None:
         """Order everything that runs on this stream from now on after ``event``."""
         if not self._is_null:
-            self._first.wait_event(event)
+            self._copy_stream.wait_event(event)
 
     def wait_for_current(self) -> tuple[torch.Event, Current]:
         """Order everything that runs on this stream from now on after what the current stream runs until now.
@@ -337,13 +337,13 @@ class CommStream:
             the event in the current stream, and the function that returns the current stream.
         """
         event = self._module.current_stream().record_event()
-        self._first.wait_event(event)
+        self._copy_stream.wait_event(event)
         return event, self._module.current_stream
 
     def join(self) -> None:
         """Order the current stream after everything that runs on this stream until now."""
         if not self._is_null:
-            for stream in dict.fromkeys((self._first, self._stream)):
+            for stream in dict.fromkeys((self._copy_stream, self._stream)):
                 self._module.current_stream().wait_stream(stream)
 
     def run(
@@ -376,15 +376,15 @@ class CommStream:
             if allocate is not None:
                 allocate()
             current = self._module.current_stream()
-            self._first.wait_stream(current)
+            self._copy_stream.wait_stream(current)
             try:
                 # Copy and encode beside the collective before this one.
                 if prepare is not None:
-                    with self._module.stream(self._first):
+                    with self._module.stream(self._copy_stream):
                         without_grad(prepare)()
                 # Launch after that, on the stream of collectives.
-                if self._first is not self._stream:
-                    self._stream.wait_stream(self._first)
+                if self._copy_stream is not self._stream:
+                    self._stream.wait_stream(self._copy_stream)
                 with self._module.stream(self._stream):
                     pending.enqueue(self._stream, self._module.current_stream, current, finishes=not finish_in_wait)
             except BaseException:

@@ -5,9 +5,9 @@ The hooks of modules and of autograd call ``pre_forward``, ``post_forward``, ``p
 from the outermost module's pre-forward to its post-forward; or BACKWARD, from the first gradient that reaches an FSDP
 state to the end of the autograd run. Recomputation under activation checkpointing is a forward inside BACKWARD.
 
-Invariants: nothing is in flight outside of passes, except reductions if the last backward does not wait. After
-backward, every gradient from autograd is reduced, or held if gradient synchronization is off. Every parameter group is
-sharded unless it was asked to stay unsharded.
+Invariants: nothing is in flight outside of passes, except reductions if the last backward does not wait, and gathers of
+``unshard(async_op=True)``. After backward, every gradient from autograd is reduced, or held if gradient synchronization
+is off. Every parameter group is sharded unless it was asked to stay unsharded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
 _SUM_UNSHARDED, _SHARDED = Accumulation.UNSHARDED, ParameterState.SHARDED
 _ARRIVING, _LOCAL, _PARTIAL = GradientState.ARRIVING, GradientState.LOCAL, GradientState.PARTIAL
 _PRE_FORWARD, _POST_FORWARD, _PRE_BACKWARD = Hook.PRE_FORWARD, Hook.POST_FORWARD, Hook.PRE_BACKWARD
-_WITHIN_BACKWARD = _GRAD_READY, _POST_BACKWARD = Hook.GRAD_READY, Hook.POST_BACKWARD
+_GRAD_READY, _POST_BACKWARD = Hook.GRAD_READY, Hook.POST_BACKWARD
+_WITHIN_BACKWARD = _GRAD_READY, _POST_BACKWARD
 _UNOBSERVED = nullcontext()
 _NEVER, _AUTO, _SMALLER = ReshardKind.NEVER, ReshardKind.AUTO, ReshardKind.SMALLER
 
@@ -80,7 +81,7 @@ class Root:
     Attributes:
         finalization: the end of the reductions of a step.
         post_optimizer_event: the event after the optimizer's step, for which the next forward's first gather waits.
-        refuse: raises an error that says why no module may run now; else ``None``.
+        refuse: set while no module may run: raises the error that says why. Else ``None``.
         leads_to_backward: returns whether a backward may follow what runs now. An observer may replace it.
         progress: the progress of the current or last backward.
         observers: the observers, bound for each event.
@@ -181,18 +182,18 @@ class Root:
 
     def post_forward(self, call: ForwardCall, module_id: int) -> bool:
         """The forward ``call`` of a module has ended. Return whether a backward may come back to it."""
-        run, has_grad, is_in_backward = call.run, torch.is_grad_enabled(), self._pass is BACKWARD
+        run, grad_enabled, is_in_backward = call.run, torch.is_grad_enabled(), self._pass is BACKWARD
         # Other modules of the group may still come in this run.
         if run.remaining:
             run.remaining.discard(module_id)
         with self._around(_POST_FORWARD, call):
             if not is_in_backward:
                 self._end_run(call, run)
-        if has_grad:
+        if grad_enabled:
             call.is_recomputed = is_in_backward
             if run.position < 0:  # not in the record of a forward: backward serves it eagerly
                 run.record, run.position = ForwardRecord(), 0
-        return has_grad
+        return grad_enabled
 
     def _end_run(self, call: ForwardCall, run: Run) -> None:
         state, has_grad = call.state, self.leads_to_backward()

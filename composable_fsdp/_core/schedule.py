@@ -156,7 +156,7 @@ def fuse(plan: Plan, facts: Facts, limits: Limits) -> Plan:
 
 
 def prefetch(plan: Plan, facts: Facts, limits: Limits) -> Plan:
-    """Gather the next groups of the pass, or those that the user chose, with the run of another one.
+    """Add to each run the gathers of the next groups of the pass, or of those that the user chose.
 
     A prefetch precedes the wait for the group that is needed, so that in forward on streams the network does not idle
     while that is copied out of its message. Otherwise it follows the wait, if the group was itself prefetched: a group
@@ -331,12 +331,13 @@ class Planner:
     def gather_of(
         self, names: tuple[str, ...], fused: Fusions, direction: str, groups: Sequence[ParamGroup] | None = None
     ) -> tuple[Sequence[ParamGroup], str]:
-        """Return the groups of one gather, by default those called ``names``, and its label."""
+        """Return the groups of one gather, by default those called ``names``, and its label. Note that it gathers."""
         if groups is None:
             groups = [self._states[name].group for name in names]
         if not self.runs_on_all_ranks:
             if all(group.can_skip_unshard for group in groups):
                 return (), ""
+            # A forward without grad that gathers something runs on all ranks.
             self.runs_on_all_ranks, self.fused = True, self.record.fused
         return groups, _label(fused.get(names[0], names[:1]), direction)
 
@@ -387,7 +388,9 @@ class Planner:
     def max_reductions(self) -> int | None:
         """The number of reductions in flight, or ``None`` to limit their bytes instead."""
         limits = [each for state in self._states.values() if (each := state.options.reductions_in_flight)]
-        return max(limits) if limits else None if self.launcher.has_streams else 1
+        if limits:
+            return max(limits)
+        return None if self.launcher.has_streams else 1
 
     @property
     def fused_for(self) -> tuple[Fusions, PlanInputs]:
@@ -461,15 +464,15 @@ def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str],
         return None if states is None else tuple(names[state] for state in alive(states) if state in names)
 
     return GroupFacts(
-        state.group.name,
-        plan.unsharded_bytes,
-        plan.full_bytes,
-        bool(plan.specs),
-        is_small and not is_alone,
-        state.can_be_fused,
+        name=state.group.name,
+        nbytes=plan.unsharded_bytes,
+        full_bytes=plan.full_bytes,
+        has_parameters=bool(plan.specs),
+        is_small=is_small and not is_alone,
+        can_fuse=state.can_be_fused,
         # Where ranks run different modules, they must keep the same groups: only those that the user keeps.
-        ReshardKind.ALWAYS if state.options.reduced_by_observer and kind is ReshardKind.AUTO else kind,
-        state.options.unshard_in_backward,
-        chosen(state.options.forward_prefetch),
-        chosen(state.options.backward_prefetch),
+        reshard=ReshardKind.ALWAYS if state.options.reduced_by_observer and kind is ReshardKind.AUTO else kind,
+        unshard_in_backward=state.options.unshard_in_backward,
+        forward_prefetch=chosen(state.options.forward_prefetch),
+        backward_prefetch=chosen(state.options.backward_prefetch),
     )

@@ -1,4 +1,4 @@
-"""Observers: attachments of a root, which are told of its events. The core knows none of them by name.
+"""Observers: attachments of a root, which are told of its events. The core works without them.
 
 A plugin appends an observer to :data:`OBSERVERS`. Each root that is assembled afterwards tells it of its events. An
 event that nobody observes costs one truth test.

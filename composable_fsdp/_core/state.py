@@ -135,7 +135,8 @@ class ForwardRecord:
     def reach(self, position: int, backward: int) -> range:
         """Return the later positions that backward number ``backward`` has not reached yet, last first.
 
-        ``position`` itself comes last, unless this backward has reached it or an earlier one.
+        ``position`` itself comes last, unless this backward has reached it or an earlier one. For observers that join
+        skipped modules.
         """
         if backward != self._backward:
             self._backward, self._lowest = backward, len(self.ended)
@@ -154,8 +155,8 @@ NO_RECORD = ForwardRecord()
 # call is a run. ``fully_shard([a, b])`` makes one group of two modules: ``a(x); b(y)`` are two calls and one run, which
 # begins before ``a`` and ends after ``b``. All calls of a run have it as ``call.run``.
 # A module that is called three times before its backward makes three runs, and three positions in the record.
-# A recomputation by activation checkpointing is a run of its own, without a position: the backward that caused it is
-# under way, so it is gathered eagerly and never freed by its own end.
+# A recomputation by activation checkpointing is a run of its own, outside of that record: the backward that caused it
+# is under way, so it is gathered eagerly and never freed by its own end.
 
 
 class Run:

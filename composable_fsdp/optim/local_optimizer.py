@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from composable_fsdp._core.hooks import sharded_parameters
+from composable_fsdp._core.memory import is_host
 from composable_fsdp._core.params import local_part
 from composable_fsdp._core.seams import Observer
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
@@ -157,7 +158,7 @@ class LocalSteps(Observer):
         if _are_on and type(optimizer) in ELEMENTWISE and _SEEN_ATTRIBUTE not in vars(optimizer):
             vars(optimizer)[_SEEN_ATTRIBUTE] = True
             sharded = [local_part(parameter) for parameter, _ in sharded_parameters(optimizer)]
-            on_host = bool(sharded) and all(shard.device.type == "cpu" for shard in sharded)
+            on_host = bool(sharded) and all(is_host(shard.device) for shard in sharded)
             if (
                 on_host
                 and is_torch_step(optimizer)

@@ -1,9 +1,9 @@
 """Attachments of the core, and which of them are attached by default.
 
-A plugin imports the core, and no other plugin. It attaches itself to a seam of the core. The code of a user may do so
-too (docs/plugins.md); the seams are provisional. Remove the line of a plugin from the lists below, and the library
-trains without it: ``make plugins`` does so for each, and runs the tests. Among those that
-are on for accelerators only ``watched_waits`` has a thread: it uses the store of the job, and never a device.
+A plugin imports the core, and no plugin of another folder. It attaches itself to a seam of the core. The code of a user
+may do so too (docs/plugins.md); the seams are provisional. Remove the line of a plugin from the lists below, and the
+library trains without it: ``make plugins`` does so for each, and runs the tests. Among those that are on for
+accelerators only ``watched_waits`` has a thread: it uses the store of the job, and never a device.
 
 ======================= ================================================ ==================
 Plugin                  Does                                             On by default
