@@ -563,6 +563,7 @@ class Root:
             have_met |= observe(self)
         # Nothing in flight, no gradients, no parameters unsharded.
         self.drain()
+        self.finalization.forget()
         for state in self.states.values():
             state.group.drop_gradients()
             for parameter in state.group.parameters:
@@ -591,7 +592,6 @@ class Root:
         self.queue.waiting.clear()
         self._passes.end(self)
         self._pass, self._outermost, self.progress.is_in_forward = IDLE, None, False
-        self.finalization.forget()
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""

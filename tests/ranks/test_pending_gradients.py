@@ -429,6 +429,25 @@ def finish_without_synchronization() -> None:
     assert (full(model.weight.grad) == 1).all()
 
 
+def finish_after_a_failed_forward(fails: Callable[[Any], object], is_waited: bool) -> None:
+    """Let a forward fail before a finalization, or between its launch and its wait: the gradients are not lost."""
+    model: Any = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    model.set_manual_backward_finalization(True)
+    model(torch.ones(1, 4)).sum().backward()
+    handle = model.finalize_backward(async_op=True) if is_waited else None
+    with pytest.raises((RuntimeError, TypeError)):
+        fails(model)
+    with pytest.raises(LifecycleError, match="between a backward and the end of its finalization"):
+        model.set_manual_backward_finalization(False)
+    if handle is None:
+        handle = model.finalize_backward(async_op=True)
+    handle.wait()
+    assert torch.equal(full(model[1].weight.grad), full(model[1].bias.grad)[:, None] * model[0](torch.ones(4)))
+    model.set_manual_backward_finalization(False)
+    model(torch.ones(1, 4)).sum().backward()
+    assert (full(model[1].bias.grad) == 2).all()
+
+
 def finish_partial_sums() -> None:
     """Finalize a step whose sums over the shard axis are in flight."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -690,6 +709,9 @@ def test_gradients_are_pending_until_they_are_reduced() -> None:
     ):
         finish_before_the_first_forward(library)
     finish_without_synchronization()
+    for fails in (lambda model: model(torch.ones(1, 5)), lambda model: model[0]("no tensor")):
+        for is_waited in (False, True):
+            finish_after_a_failed_forward(fails, is_waited)
     synchronize_a_part()
 
 
