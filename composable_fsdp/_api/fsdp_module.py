@@ -65,9 +65,12 @@ class UnshardHandle(TorchUnshardHandle):
 
     @runs_outside
     def wait(self) -> None:
-        """Wait for the all-gather and make the unsharded parameters usable. Further calls have no effect."""
-        if self._state is not None:
-            state, self._state = self._state, None
+        """Wait for the all-gather and make the unsharded parameters usable.
+
+        Has no effect after the first call, or if the parameters were freed meanwhile, as a forward does.
+        """
+        state, self._state = self._state, None
+        if state is not None and state.group.unshard_started:
             state.group.wait()
 
 

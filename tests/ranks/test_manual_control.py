@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+import composable_fsdp
+from composable_fsdp import FSDPModule, apply_to_full_params, fully_shard, register_fsdp_forward_method
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.assert_trace import assert_trace
@@ -70,6 +71,52 @@ def test_unshard_and_reshard_by_hand() -> None:
     )
     assert isinstance(model, FSDPModule)
     model.reshard()
+
+
+def fail(model: nn.Module) -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(2, 5))
+
+
+FREE: dict[str, Callable[[FSDPModule, nn.Module], object]] = {
+    "reshard": lambda layer, model: layer.reshard(),
+    "evaluation": lambda layer, model: layer.eval()(torch.ones(2, 4)),
+    "step": lambda layer, model: model(torch.ones(2, 4)).sum().backward(),
+    "failed forward": lambda layer, model: fail(model),
+    "state dict": lambda layer, model: model.state_dict(),
+    "full parameters": lambda layer, model: apply_to_full_params(model, lambda name, parameter: None),
+}
+"""Ways to free the parameters of a layer of the model."""
+
+
+def wait_after(library: Any, how: str, **options: Any) -> None:
+    """Wait for an all-gather whose parameters were freed before: for that alone, and while another one is in flight."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    library.fully_shard(model[0], **options)
+    library.fully_shard(model)
+    if how == "evaluation":
+        model(torch.ones(2, 4))
+    handle = model[0].unshard(async_op=True)
+    FREE[how](model[0], model)
+    handle.wait()
+    assert all(isinstance(p, DTensor) for p in model[0].parameters())
+    first = model[0].unshard(async_op=True)
+    FREE[how](model[0], model)
+    second = model[0].unshard(async_op=True)
+    for each in (first, second, first):
+        each.wait()
+    assert not any(isinstance(p, DTensor) for p in model[0].parameters())
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.behaviour("C-08")
+@on_ranks(2)
+def test_a_wait_after_the_parameters_were_freed_has_no_effect() -> None:
+    for how in FREE:
+        wait_after(composable_fsdp, how)
+    wait_after(composable_fsdp, "step", reshard_after_forward=1)
+    for how in ("evaluation", "step"):
+        wait_after(torch.distributed.fsdp, how)
 
 
 # -- setters of resharding
