@@ -8,6 +8,7 @@ state, and ``memo`` maps it to the new one.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 from weakref import ref
@@ -55,9 +56,18 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     finally:
         del markers[_COPYING]
     # Then the clones can be filled: their modules and parameters exist.
-    for state in sorted(states, key=lambda state: bool(state.owner_states)):  # owners of shared parameters first
+    for state in _owners_first(states):
         _fill(memo[id(state)], state, memo)
     return result
+
+
+def _owners_first(states: Iterable[FSDPState]) -> dict[FSDPState, None]:
+    """Return ``states``, each after the owners of parameters that it shares, which may share those of others."""
+    ordered: dict[FSDPState, None] = {}
+    for state in states:
+        ordered |= _owners_first(state.owner_states)
+        ordered[state] = None
+    return ordered
 
 
 def _check_contained(state: FSDPState, states: list[FSDPState], within: set[nn.Module], module: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -40,6 +41,17 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers[0](x)[0])
+
+
+class Link(nn.Linear):
+    """A layer that also uses the weight of another one."""
+
+    def __init__(self, owner: Link | None) -> None:
+        super().__init__(4, 4)
+        self.shared = None if owner is None else owner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if self.shared is None else x @ self.shared)
 
 
 class Wrapper(nn.Module):
@@ -190,6 +202,31 @@ def copy_parts() -> None:
     assert tied.head.weight.grad is None
 
 
+def copy_chain_of_owners(order: tuple[int, ...]) -> None:
+    """Copy layers of which each uses the weight of the one before, and which are in ``order`` in the model."""
+    layers = [Link(None)]
+    for _ in order[1:]:
+        layers.append(Link(layers[-1]))
+    for i, layer in enumerate(layers):
+        fully_shard(layer, shared_from=layers[i - 1 : i])
+    model = fully_shard(nn.Sequential(*(layers[i] for i in order)))
+    clone = copy.deepcopy(model)
+    copies = [clone[order.index(i)] for i in range(len(layers))]
+    for owner, user in pairwise(copies):
+        assert user.shared is owner.weight
+        assert list(state_of(user).owner_states) == [state_of(owner)]
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(clone(x), model(x), rtol=0, atol=0)
+    clone(x).sum().backward()
+    assert all(p.grad is not None for p in clone.parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def copy_chains_of_owners() -> None:
+    for order in ((3, 2, 1, 0), (2, 0, 3, 1), (0, 1, 2)):
+        copy_chain_of_owners(order)
+
+
 def copy_on_meta_and_hybrid() -> None:
     with torch.device("meta"):
         model = shard_layers(Chain(), fully_shard)
@@ -229,6 +266,7 @@ def test_a_copy_keeps_gradients_and_settings_and_shares_no_memory() -> None:
     run_ranks(everything_is_kept, 2)
     run_ranks(copy_parts, 2)
     run_ranks(copy_on_meta_and_hybrid, 2)
+    run_ranks(copy_chains_of_owners, 2)
     run_ranks(free_with_copy, 2)
 
 
