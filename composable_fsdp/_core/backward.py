@@ -110,7 +110,8 @@ class Progress:
     """The current or last backward of one root, and the forwards that may get one.
 
     Attributes:
-        number: the number of this backward. Calls store it when backward reaches them.
+        number: the number of this backward; between backwards, of the next one. Calls store it when backward reaches
+            them, and while they are open.
         reached: the states that this backward, or the last one, reached through an output with a hook.
         is_in_forward: this backward is inside of a forward.
         is_in_context: its last pre-backward was in a context of the caller.
@@ -139,7 +140,6 @@ class Progress:
     # -- this backward
 
     def begin(self, *, is_in_forward: bool) -> None:
-        self.number += 1
         self.is_in_forward = is_in_forward
         self.reached.clear()
         self.task.number = torch._C._current_graph_task_id()
@@ -147,8 +147,8 @@ class Progress:
     def enter(self, call: ForwardCall) -> None:
         """Note that a gradient reached an output of ``call``."""
         call.entered = self.number
-        if call.awaits and not call.is_open:
-            call.open()
+        if call.awaits and call.counted_in != self.number:
+            call.open(self.number)
         self._reached_forwards.add(call.run.record)
         self.reached.add(call.state)
         if call.state.owner_states:
@@ -159,7 +159,7 @@ class Progress:
         # If a call's output is its input, the output's hook follows at once.
         if call.state not in self.reached and not self.was_seen(call.state):
             self._unseen_exits.append(call)
-        call.close()
+        call.close(self.number)
 
     def end(self) -> None:
         """End the backward.
@@ -176,7 +176,8 @@ class Progress:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the backward, which is over or failed."""
+        """Forget the backward, which is over or failed. What follows belongs to the next one."""
+        self.number += 1
         self._unseen_exits.clear()
         self._reached_forwards.clear()
         self.task.number = -1

@@ -208,8 +208,8 @@ class ForwardCall:
     """True if it ran inside a backward. That backward may never reach its inputs: some recomputations only refill."""
     awaits: bool = False
     """True if a hook reports that backward has reached the inputs."""
-    is_open: bool = False
-    """True while it counts in the ``open_calls`` of its state."""
+    counted_in: int = -1
+    """The number of the backward in which it counts in the ``open_calls`` of its state."""
     entered: int = -1
     """The number of the backward in which a gradient last reached an output of this call."""
 
@@ -270,18 +270,21 @@ class ForwardCall:
         self.run.awaited += 1
         self.awaits = True
         if not self.is_recomputed:
-            self.open()
+            self.open(self.root.progress.number)
 
-    def open(self) -> None:
-        """Mark the gradients of the state as incomplete until backward has reached this call's inputs."""
-        self.is_open = True
+    def open(self, backward: int) -> None:
+        """Mark the state's gradients as incomplete until backward number ``backward`` has reached this call's inputs.
+
+        The count ends with that backward. If a later one comes back to the call, it opens the call again.
+        """
+        self.counted_in = backward
         self.state.open_calls += 1
 
-    def close(self) -> None:
-        """Note that backward has reached the inputs."""
+    def close(self, backward: int) -> None:
+        """Note that backward number ``backward`` has reached the inputs."""
         self.run.awaited -= 1
-        if self.is_open:
-            self.is_open = False
+        if self.counted_in == backward:
+            self.counted_in = -1
             self.state.open_calls -= 1
 
 
