@@ -207,6 +207,8 @@ class ParamGroup:
         """Makes the slices of a bucket from which some neighbouring ranks can gather it again."""
         self.slices: Sequence[Gatherable] = ()
         """The slices for the next all-gather, in SHRUNK and until it is done."""
+        self.is_lent = False
+        """True while other full parameters, which the user may change, are registered in place of the sharded ones."""
         self._noted_bytes = 0
         """The unsharded bytes that were last reported to the trace."""
 

@@ -484,7 +484,8 @@ class ModuleHooks:
     @runs_outside
     def after_load_state_dict(self, *_: object) -> None:
         self._state.drain_before_changes()
-        self._state.group.refresh()
+        if not self._state.group.is_lent:
+            self._state.group.refresh()
 
 
 @runs_outside

@@ -54,10 +54,10 @@ def unsharded_params(
 ) -> Iterator[None]:
     """Replace the sharded parameters of ``module`` by full plain tensors, in their original dtype, inside the context.
 
-    They are registered under their names, so ``named_parameters`` and ``state_dict`` show them; tied ones stay one
-    object. Afterwards the same sharded parameters are back, so optimizers stay valid. All ranks must enter and leave
-    the context together. It gathers everything at once: have memory for that, or pass ``recurse=False`` and go module
-    by module. It is modelled on ``summon_full_params`` of torch's FSDP1.
+    They are registered under their names, so ``named_parameters`` and ``state_dict`` show them, and ``load_state_dict``
+    writes to them; tied ones stay one object. Afterwards the same sharded parameters are back, so optimizers stay
+    valid. All ranks must enter and leave the context together. It gathers everything at once: have memory for that, or
+    pass ``recurse=False`` and go module by module. It is modelled on ``summon_full_params`` of torch's FSDP1.
 
     If the body raises, the sharded parameters have their old values, whatever ``writeback`` says; with ``rank0_only``,
     if it raises on the first rank.
@@ -263,15 +263,13 @@ def _code(value: object) -> int:
 
 # -- full parameters in place of the sharded ones
 
-_lent: set[ParamGroup] = set()
-
 
 class FullParameters(Observer):
     """Refuses the first forward of a root while a group in it is lent. Roots that exist refuse by themselves."""
 
     def before_assembly(self, root: FSDPState, states: Mapping[str, FSDPState]) -> None:
         for state in states.values():
-            if state.group in _lent:
+            if state.group.is_lent:
                 _refuse(state.group)
 
 
@@ -300,7 +298,7 @@ def prepare_to_lend(states: Sequence[FSDPState], caller: str = "unsharded_params
         )
     for state in states:
         root = state.root
-        if state.group in _lent or (root is not None and root.refuse is not None):
+        if state.group.is_lent or (root is not None and root.refuse is not None):
             raise LifecycleError(
                 f"{caller} was entered for {state.name!r} inside another one for modules of the same root. "
                 "Leave that one first, or use one for all: with recurse=True it reaches every module below its own."
@@ -335,7 +333,8 @@ def lend(states: Sequence[FSDPState], full_params: Mapping[ParamPlace, nn.Parame
     users = ((user, state.group) for state in states for user in alive(state.user_states))
     both = [*users, *((state, state.group) for state in reversed(states))]  # another root may use tied weights
     roots = {root: group for state, group in both if (root := state.root) is not None}
-    _lent.update(groups)
+    for group in groups:
+        group.is_lent = True
     for root, group in roots.items():
         root.refuse = partial(_refuse, group)
     shown: list[object] = []
@@ -348,7 +347,8 @@ def lend(states: Sequence[FSDPState], full_params: Mapping[ParamPlace, nn.Parame
         shown += [place.current() for place in full_params]
         for place in full_params:
             place.put(place.parameter)
-        _lent.difference_update(groups)
+        for group in groups:
+            group.is_lent = False
         for root in roots:
             root.refuse = None
 

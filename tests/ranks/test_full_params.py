@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 
 import pytest
@@ -69,6 +70,35 @@ def show_and_write_back(task: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("task", "shape"), MESHES, ids=str)
 def test_unsharded_params_shows_full_parameters_and_keeps_writes_on_request(task: str, shape: tuple[int, ...]) -> None:
     run_ranks(show_and_write_back, prod(shape), task, shape)
+
+
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_state_dicts_are_loaded_into_full_parameters() -> None:
+    """Full values, from every rank or the first one, into all modules, one of them, or the group of the root alone."""
+    for task, shape in (("mlp", (2, 1)), ("tied", (2,))):
+        for assign, rank0_only, recurse in product((False, True), repeat=3):
+            model, reference = built(task, shape), TASKS[task].build()
+            old, shards = values_of(reference), dict(model.named_parameters())
+            new = {name: value + 1 for name, value in old.items()}
+            with unsharded_params(model, rank0_only=rank0_only, recurse=recurse):
+                if dist.get_rank() == 0 or not (rank0_only and recurse):
+                    model.load_state_dict(new, assign=assign and recurse)
+                for name, parameter in model.named_parameters():
+                    if not isinstance(parameter, DTensor):
+                        assert_exact(parameter.detach(), new[name], name)
+            assert all(p is shards[name] for name, p in model.named_parameters())
+            for name, value in values_of(model).items():
+                assert_exact(value, new[name], name)
+            reference.load_state_dict(new)
+            batch = TASKS[task].batch_of(0, 0)
+            torch.testing.assert_close(TASKS[task].loss(model, batch), TASKS[task].loss(reference, batch))
+            with unsharded_params(model, writeback=False):
+                model.load_state_dict(old)
+                model.get_submodule("layers.0").load_state_dict(model.get_submodule("layers.0").state_dict())
+            for name, value in values_of(model).items():
+                assert_exact(value, new[name], name)
+            backward(model, task)
 
 
 @pytest.mark.behaviour("C-14")

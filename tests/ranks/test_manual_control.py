@@ -78,7 +78,7 @@ def fail(model: nn.Module) -> None:
         model(torch.ones(2, 5))
 
 
-FREE: dict[str, Callable[[FSDPModule, nn.Module], object]] = {
+FREE: dict[str, Callable[[Any, nn.Module], object]] = {
     "reshard": lambda layer, model: layer.reshard(),
     "evaluation": lambda layer, model: layer.eval()(torch.ones(2, 4)),
     "step": lambda layer, model: model(torch.ones(2, 4)).sum().backward(),

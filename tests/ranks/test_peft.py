@@ -82,12 +82,15 @@ def adapters_as_saved(folder: str) -> None:
 
     # into a sharded model: from files before it is sharded, from full values after
     before = shard(PeftModel.from_pretrained(base(), folder, is_trainable=True))
-    after = shard(adapted())
+    after, inside = shard(adapted()), shard(adapted())
     set_peft_model_state_dict(after, full)
-    for model in (before, after):
+    with unsharded_params(inside):
+        set_peft_model_state_dict(inside, full)
+    for model in (before, after, inside):
         torch.testing.assert_close(logits(model), logits(reference))
         train(model, [batch(dist.get_rank())])
-    torch.testing.assert_close(logits(before), logits(after))
+    for model in (after, inside):
+        torch.testing.assert_close(logits(before), logits(model))
 
 
 def merged_as_unsharded(_: str) -> None:
