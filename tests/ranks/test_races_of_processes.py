@@ -68,7 +68,7 @@ def watch_the_host() -> tuple[list[list[str]], set[str]]:
 
 
 TOUCHING = {
-    SimulatedEvent: ("record", "wait", "synchronize", "query", "elapsed_time"),
+    SimulatedEvent: ("record", "wait", "synchronize", "query"),
     SimulatedStream: ("wait_stream", "wait_event", "record_event", "synchronize", "query", "advance"),
     SimulatedAccelerator: ("synchronize",),
 }
