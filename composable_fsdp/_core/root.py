@@ -363,6 +363,8 @@ class Root:
         if state.options.reshard_after_backward:
             self.launcher.free(state.group)
             return
+        if not group.unshard_started:
+            return  # its slices stay, as the forward has left them
         self.launcher.wait(state.group)  # gathered ahead for a run that did not come
         state.note_kept(self.plans.seen_steps)
         for observe in self.observers.kept:

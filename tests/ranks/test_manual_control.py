@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.sharding import full_value, sharded
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 from tests.helpers.transports import SOCKETS
 
@@ -220,6 +222,31 @@ def test_only_an_optimizer_of_shards_makes_kept_parameters_stale() -> None:
         torch.optim.SGD(aliases, lr=1.0, foreach=True).step()
         with torch.no_grad():
             assert not torch.equal(model(task.batch_of(0, rank)[0]), before), "an optimizer of local shards has stepped"
+
+
+@pytest.mark.behaviour("C-08")
+@on_ranks(4)
+def test_parameters_kept_on_some_ranks_after_forward_may_stay_so_after_backward() -> None:
+    """One group is not gathered in backward since its settings say so, another since the backward does not use it."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model = copy.deepcopy(whole)
+    for module in (*model, model):
+        fully_shard(module, reshard_after_forward=2)
+    sharded(model).set_reshard_after_backward(False)
+    sharded(model[0]).set_unshard_in_backward(False)
+    for each in (whole, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(6):
+            output = each(torch.arange(8)) if step % 2 else list(each)[2](torch.ones(8, 8))
+            output.square().mean().backward()
+            if step % 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    for module in (*model, model):
+        sharded(module).reshard()
+    for parameter, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(full_value(parameter), expected)
 
 
 # -- prefetching
