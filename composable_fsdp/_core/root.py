@@ -173,10 +173,10 @@ class Root:
                 self.unshard(state, self.plans.eager(state.group.name, in_backward=True, recomputes=True), "backward")
                 return
             run.planned = self.plans.next_run(state)
-            self.unshard(state, run.planned, "forward")
             if len(state.module_ids) > 1:
                 run.remaining = set(state.module_ids)
-            state.run = run
+            state.run = run  # before the gather, which may raise: the record has the run
+            self.unshard(state, run.planned, "forward")
             for observe in self.observers.enter_forward:
                 observe(self, call)
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import ForwardRecord, schedule
+from tests._internals import ForwardRecord, ParamGroup, schedule, state_of
 
 RANKS, WIDTH = 4, 512
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -122,6 +122,42 @@ def test_a_module_that_runs_again_after_an_error_is_freed(mesh: DeviceMesh) -> N
         e.operation for e in recorder if e.group == "flaky" and e.operation in (Operation.WAIT, Operation.RESHARD)
     ]
     assert in_memory[-1] is Operation.RESHARD, "kept parameters would miss the optimizer step"
+
+
+class RetryingGather(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = layers(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            x = self.first(x)
+        except MemoryError:
+            x = self.first(x)
+        return self.last(x)
+
+
+def test_a_module_whose_gather_raised_has_one_run_in_the_plan(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else ranks without the error would have another plan."""
+    model = RetryingGather()
+    for module in (model.first, model.last, model):
+        fully_shard(module, mesh=mesh)
+    train(model, torch.ones(1, WIDTH))
+    root = state_of(model).root
+    runs, wait = list(root.plans.known.events), root.launcher.wait
+
+    def fail_once(group: ParamGroup) -> None:
+        if group.name == "first":
+            monkeypatch.undo()
+            raise MemoryError
+        wait(group)
+
+    monkeypatch.setattr(root.launcher, "wait", fail_once)
+    train(model, torch.ones(1, WIDTH))
+    assert root.launcher.wait == wait, "the gather has not raised"
+    assert root.plans.known.events == runs
 
 
 def unsharded_in(step: Callable[[], object]) -> list[str]:
