@@ -240,8 +240,6 @@ class Root:
     def _end_forward(self) -> None:
         for observe in self.observers.end_forward:
             observe(self)
-        self._pass, self._outermost = IDLE, None
-        self._passes.end(self, succeeded=True)
         # End runs of which some modules did not come.
         for other in self.states.values():
             if other.run is not None:  # some modules of the group did not run
@@ -249,9 +247,15 @@ class Root:
                 self.free_after_forward(other, None, has_grad=self.leads_to_backward())
         self.plans.end_forward()
         self.plans.free_unused()
-        for observe in self.observers.before_end:
-            for work in observe(self, FORWARD):
-                work.wait()
+        succeeded = False
+        try:
+            for observe in self.observers.before_end:
+                for work in observe(self, FORWARD):
+                    work.wait()
+            succeeded = True
+        finally:
+            self._pass, self._outermost = IDLE, None
+            self._passes.end(self, succeeded=succeeded)
 
     @runs_outside
     def abort_forward(self, call: ForwardCall, error: BaseException | None) -> None:

@@ -183,7 +183,10 @@ class Observer:
         """Note that autograd has run a backward. Nothing that is left of it is reduced or freed yet."""
 
     def before_end(self, root: ObservedRoot, which: Pass) -> Sequence[Work]:
-        """Note that the root has launched all of a pass. Return work for which it waits before the pass ends."""
+        """Note that the root has launched all of a pass. Return work for which it waits before the pass ends.
+
+        A pass whose wait raises has not succeeded: :meth:`end_pass` is told so.
+        """
         return ()
 
     def kept(self, root: ObservedRoot, state: FSDPState) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import fully_shard, plugins
+from composable_fsdp.errors import LifecycleError
 from composable_fsdp.plugins import OBSERVERS, Observer
 from tests._internals import root_of, state_of
 from tests.helpers.sharding import single_rank
@@ -98,6 +99,59 @@ def test_an_observer_is_told_of_a_failed_pass(attach: Callable[[Observer], Obser
     failure = log.lines[4]
     assert re.match(r"raised RuntimeError: (addmm: )?mat1 and mat2 shapes cannot be multiplied", failure), failure
     assert log.lines[5:] == ["end forward without success", "reset"]
+
+
+class LastWork(Log):
+    """Also writes down the end of passes, and lets them wait for work, which fails in those of the kind ``fails``."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__()
+        self._fails, self._which = fails, ""
+
+    def end_forward(self, root: Any) -> None:
+        self.lines.append("forward has run")
+
+    def end_backward(self, root: Any) -> None:
+        self.lines.append("backward has run")
+
+    def before_end(self, root: Any, which: Any) -> Any:
+        self._which = which.value
+        self.lines.append(f"last work of {self._which}")
+        return [self]
+
+    def wait(self) -> None:
+        self.lines.append(f"wait for {self._which}")
+        if self._which == self._fails:
+            raise TimeoutError("a rank is gone")
+
+
+@pytest.mark.parametrize("fails", ["", "forward", "backward"])
+def test_a_pass_succeeds_only_after_its_last_work(fails: str, attach: Callable[[Observer], Observer]) -> None:
+    log = LastWork(fails)
+    attach(log)
+    model: Any = nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4)))
+    fully_shard(model)
+    expected = []
+    for kind in ("forward", "backward"):
+        expected += [f"begin {kind}", f"{kind} has run", f"last work of {kind}", f"wait for {kind}"]
+        if kind == fails:
+            break
+        expected.append(f"end {kind}")
+    if not fails:
+        model(torch.ones(2, 4)).sum().backward()
+    else:
+        with pytest.raises(TimeoutError, match="a rank is gone"):
+            model(torch.ones(2, 4)).sum().backward()
+        if fails == "backward":
+            with pytest.raises(LifecycleError, match=r"last backward pass .* has not ended.*reset_iter_state"):
+                model(torch.ones(2, 4))
+        model.reset_iter_state()
+        expected += [f"end {fails} without success", "reset"]
+    assert [line for line in log.lines if re.match("begin|end|last|wait|reset|.* has run", line)] == expected
+    log._fails = ""
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 class Named(Observer):
