@@ -260,8 +260,10 @@ class FSDPModule(TorchFSDPModule):
         Returns:
             for each sharded parameter with such gradients: this rank's full gradient, summed without gradient
             synchronization (a ``DTensor`` on a tensor-parallel mesh), and this rank's shard of gradients that are
-            reduced over the shard axis only, before any division (``set_requires_all_reduce(False)``, or
-            ``no_sync(sharded=True)``). Either is ``None`` if there is none. Their dtype is that of the reduction.
+            reduced over the shard axis only (``set_requires_all_reduce(False)``, or ``no_sync(sharded=True)``). Either
+            is ``None`` if there is none. Their dtype is that of the reduction. The shard is of the sum, and the
+            division comes later; but NCCL computes the mean over the shard axis, unless another divide factor is set
+            or ``set_force_sum_reduction_for_comms``, and fp16 sums are divided by a power of two already.
         """
         found: dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         for state in _states(self, recurse):
@@ -285,7 +287,10 @@ class FSDPModule(TorchFSDPModule):
         root.finish_reductions()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the summed gradients of this module's group by ``factor`` instead of by the number of ranks."""
+        """Divide the summed gradients of this module's group by ``factor`` instead of by the number of ranks.
+
+        The last microbatch of a sum decides: its factor divides also those before it that are not in ``grad`` yet.
+        """
         check_factor(factor)
         _change_reduction(self, divide_factor=float(factor))
 

@@ -454,6 +454,10 @@ class Reduction:
     pre_divide: float = 1.0
     post_divide: float = 1.0
 
+    def divisor_after(self, num_ranks: int) -> float:
+        """Return what the sum is divided by once it is reduced over a first axis of ``num_ranks``."""
+        return float(num_ranks) if self.op is ReduceOp.AVERAGE else self.pre_divide
+
 
 def plan_reduction(
     dtype: torch.dtype, num_ranks: int, *, averages: bool, divide_factor: float | None = None, sum_only: bool = False

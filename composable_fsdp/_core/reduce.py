@@ -26,9 +26,10 @@ _dtype_of = attrgetter("dtype")
 #
 # On a hybrid mesh (2 replicas of 4 shards) a gradient is summed twice: reduce-scatter over the 4 ranks that shard, then
 # all-reduce of the shard over the 2 replicas. With gradient synchronization off for the replicate axis, the first sum
-# is kept (``keep_partial``), in the reduce dtype and before any division, and the next reduction adds it
-# (``add_partial``) between its two stages. So a division is done once for the whole sum, and n microbatches cost n
-# reduce-scatters and one all-reduce. A partial sum is no gradient yet: it is not in ``p.grad``.
+# is kept (``keep_partial``), in the reduce dtype, and the next reduction adds it (``add_partial``) between its two
+# stages. So n microbatches cost n reduce-scatters and one all-reduce. A partial sum is no gradient yet: it is not in
+# ``p.grad``. A communicator that averages has divided it by the size of the shard axis already, and fp16 is divided
+# before each sum. The next reduction may divide otherwise, if the user has changed a setting: ``divisor`` tells.
 
 
 @dataclass(slots=True)
@@ -51,6 +52,8 @@ class ReduceScatterBuffers:
     """The views of ``output`` that :meth:`BucketReduceScatter.partial_shards` returns, once made."""
     after_hook: torch.Tensor | None = None
     """For each parameter, on the device: if its gradient is not zero after the user's hook."""
+    divisor: float = 1.0
+    """What the sum in ``output`` is divided by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +190,8 @@ class BucketReduceScatter:
         # Small gradients in one packed message, large ones from where they are.
         message = self._packed_message(gradients, present, reduction, wire_dtype)
         output = self.pgs.scatter.allocate(layout.output.numel, sum_dtype, self.device)
-        scatter = ReduceScatterBuffers([], output, present, gradient_dtype)
+        divisor = reduction.divisor_after(self._shard.size)
+        scatter = ReduceScatterBuffers([], output, present, gradient_dtype, divisor=divisor)
         for k in layout.zero_copy:
             start, length = layout.output.offsets[k], layout.shards[k].padded_numel
             full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction, wire_dtype)
@@ -293,7 +297,7 @@ class BucketReduceScatter:
         """Add the result of earlier partial reductions to one that is reduced over the shard axis."""
         partial, self.partial = self.partial, None
         if partial is not None:
-            scatter.output.add_(partial.output)
+            scatter.output.add_(partial.output, alpha=partial.divisor / scatter.divisor)
             scatter.present |= partial.present
             scatter.added = partial
 
@@ -301,10 +305,10 @@ class BucketReduceScatter:
         """Keep the sum over the shard axis for a later reduction."""
         # Note: partial sums
         self.add_partial(scatter)
-        self.partial = ReduceScatterBuffers([], scatter.output, scatter.present, scatter.gradient_dtype)
+        self.partial = replace(scatter, transfers=[], message=None, added=None)
 
     def partial_shards(self) -> dict[ShardedParameter, torch.Tensor]:
-        """Return this rank's shards of the sum of :meth:`keep_partial`, before any division, as views of it."""
+        """Return this rank's shards of the sum of :meth:`keep_partial`, as views of it."""
         if self.partial is None:
             return {}
         shards = self.partial.shards

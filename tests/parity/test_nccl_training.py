@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,6 +70,33 @@ def test_a_step_launches_as_fsdp2_does_and_no_more_often(mesh: str, variant: str
         assert not any(launch.stream.startswith("stream 0 ") for launch in launches), "none is on the default stream"
     assert Counter(launch.operation for launch in unfused) <= Counter(launch.operation for launch in theirs)
     assert len(ours) <= len(theirs)
+
+
+def stop_averaging(model: Any) -> float:
+    model.set_force_sum_reduction_for_comms(True)
+    return 8
+
+
+def divide_by(factor: float, model: Any) -> float:
+    model.set_gradient_divide_factor(factor)
+    return factor
+
+
+@pytest.mark.parametrize("variant", NAMES)
+@pytest.mark.parametrize("change", [stop_averaging, *(partial(divide_by, factor) for factor in (2, 3, 8))])
+def test_partial_means_and_sums_are_added_at_one_scale(change: Any, variant: str) -> None:
+    """Change how gradients are divided while shards of earlier microbatches, of 4 shard ranks of 8, are pending."""
+    with stands_in(variant, alone=True), alone() as mesh, simulated_accelerator():
+        for is_first in (False, True):
+            model: Any = fully_shard(nn.Linear(1, 8, bias=False), mesh=mesh)
+            weight, factor = model.weight, 8.0
+            for value, is_last in ((1.0, False), (2.0, False), (4.0, True)):
+                if value == (1.0 if is_first else 4.0):
+                    factor = change(model)
+                model.set_requires_all_reduce(is_last)
+                model(torch.full((1, 1), value)).sum().backward()
+            torch.cpu.synchronize()
+            torch.testing.assert_close(weight.grad.to_local(), torch.full((2, 1), 8 * 7 / factor))
 
 
 @pytest.mark.parametrize("variant", NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.torch_version import TorchVersion
 
 import composable_fsdp
-from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, no_sync
 from composable_fsdp.errors import LifecycleError
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import SOCKETS
@@ -171,6 +172,28 @@ def divide() -> None:
         assert full(model.weight.grad).tolist() == [[expected]] * 2
         model.synchronize_gradients()
         assert pending(model) == {}
+
+
+def divide_partial_sums() -> None:
+    """Change the divisor between microbatches that are reduced over the shard axis only: the last one counts for all.
+
+    The sums are over two ranks of one replica, or of one shard in two replicas.
+    """
+    hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for mesh in (None, hybrid):
+            model: Any = fully_shard(
+                nn.Linear(1, 2, bias=False), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)
+            )
+            weight, value = model.weight, 1.0 + dist.get_rank()  # their sum is 3
+            for factors in ((16, 64, 1), (1, 2, 48), (3, 16), (2, 4)):
+                for factor in factors:
+                    model.set_gradient_divide_factor(factor)
+                    with no_sync(model, sharded=True) if factor != factors[-1] else nullcontext():
+                        model(torch.full((1, 1), value)).sum().backward()
+                expected = torch.full((2, 1), 3.0 * len(factors) / factors[-1])
+                torch.testing.assert_close(full(weight.grad).float(), expected, rtol=2e-3, atol=0)
+                model.zero_grad()
 
 
 def split(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> None:
@@ -689,6 +712,7 @@ def test_gradients_are_pending_until_they_are_reduced() -> None:
                 clear(policy, flag, whole)
         tensor_parallel(policy, 1)
     divide()
+    divide_partial_sums()
     split(BF16, torch.bfloat16)
     for grad_dtype in (None, torch.float32):
         split(MixedPrecisionPolicy(torch.bfloat16, torch.float32, grad_dtype=grad_dtype), torch.float32)
