@@ -263,7 +263,7 @@ NOTHING: Callable[[object], None] = lambda _: None  # noqa: E731
 ALONE: dict[str, list[Program]] = {
     "current stream": [
         gather_on_a_side_stream(is_async=False, waits="stream"),
-        partial(train_without, "unfused, sharded", "CommStream.run", "self._stream.wait_stream(self._first)"),
+        partial(train_without, "unfused, sharded", "CommStream.run", "self._stream.wait_stream(self._copy_stream)"),
         partial(train_without, "unfused, sharded", "InFlight.wait", "current.wait_event(self._event)"),
     ],
     "own stream": [gather_what_another_stream_writes],
