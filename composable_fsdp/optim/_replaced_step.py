@@ -29,6 +29,10 @@ _unasked: WeakKeyDictionary[Callable[..., Any], Step | None] = WeakKeyDictionary
 """The steps that no call of the user has put in, with the scheduler's step that each has replaced, if there was one."""
 
 
+_HOOKED = cast(Any, Optimizer.profile_hook_step(print)).__code__
+"""The code of torch's function around the steps of all classes."""
+
+
 def is_torch_step(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer.step`` is torch's own method, or that in a scheduler's function that counts calls."""
     of_class: Any = cast(Any, type(optimizer)).step
@@ -36,10 +40,6 @@ def is_torch_step(optimizer: Optimizer) -> bool:
     by_scheduler = hasattr(replaced, "_wrapped_by_lr_sched") and getattr(replaced, "__wrapped__", None) is of_class
     is_hooked = getattr(of_class, "__code__", None) is _HOOKED
     return is_hooked and of_class.__wrapped__.__module__.startswith("torch.optim.") and (by_scheduler or not replaced)
-
-
-_HOOKED = cast(Any, Optimizer.profile_hook_step(print)).__code__
-"""The code of torch's function around the steps of all classes."""
 
 
 def restore_step(optimizer: Optimizer) -> None:
@@ -88,11 +88,11 @@ def replace_step(optimizer: Optimizer, update: Step, *, unasked: bool = False) -
 
     @wraps(before or of_class)
     def step_of(this: Any, *args: Any, **kwargs: Any) -> Any:
-        if unasked and kind.step is not of_class:  # a tool has replaced that of all objects
-            restore_step(this)
-            return this.step(*args, **kwargs)
         if before is not None:
             this._opt_called = True  # as the scheduler's function does, which it warns of otherwise
+        if unasked and kind.step is not of_class:  # a tool has replaced that of all objects
+            restore_step(this)
+            return kind.step(this, *args, **kwargs)  # not this.step: a scheduler's function may call this one
         return hooked(this, *args, **kwargs)
 
     @wraps(step_of)
