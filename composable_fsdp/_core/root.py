@@ -57,7 +57,7 @@ _ARRIVING, _LOCAL, _PARTIAL = GradientState.ARRIVING, GradientState.LOCAL, Gradi
 _PRE_FORWARD, _POST_FORWARD, _PRE_BACKWARD = Hook.PRE_FORWARD, Hook.POST_FORWARD, Hook.PRE_BACKWARD
 _GRAD_READY, _POST_BACKWARD = Hook.GRAD_READY, Hook.POST_BACKWARD
 _WITHIN_BACKWARD = _GRAD_READY, _POST_BACKWARD
-_UNOBSERVED = nullcontext()
+_PLAIN = nullcontext()
 _NEVER, _AUTO, _SMALLER = ReshardKind.NEVER, ReshardKind.AUTO, ReshardKind.SMALLER
 
 
@@ -132,7 +132,7 @@ class Root:
         if is_in_context:
             return self._outside(hook, subject)
         is_observed = self.observers.before_hook or self.observers.after_hook
-        return self._observed(hook, subject) if is_observed else _UNOBSERVED
+        return self._observed(hook, subject) if is_observed else _PLAIN
 
     @contextmanager
     def _outside(self, hook: Hook, subject: Any) -> Iterator[None]:
@@ -325,10 +325,8 @@ class Root:
                 observe(self, call)
             if run.position in run.record.unseen:
                 return  # the last gradient, or the end of backward, comes later. Note: ends that no hook sees
-            if run.awaited <= 0:  # Note: order of free, wait and reduce
-                for owner in (state, *state.owner_states):
-                    if owner.options.reshard_after_backward and not owner.user_states:
-                        self.launcher.free(owner.group)
+            if run.awaited <= 0 and state.options.reshard_after_backward and not state.user_states:
+                self.launcher.free(state.group)  # Note: order of free, wait and reduce
             if state.open_calls <= 0 and state not in self.queue.waiting and not state.options.reduced_by_observer:
                 self.reduce_gradients(state)
 
