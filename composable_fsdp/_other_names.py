@@ -48,4 +48,4 @@ FSDP1_ARGUMENTS = {
     "sharding_strategy": "Pass strategy=, which takes the same names",
     "use_orig_params": "Leave it out: optimizers always see one parameter for each of the module's",
 }
-"""What to do instead of passing arguments of torch's ``FullyShardedDataParallel``."""
+"""The arguments of torch's ``FullyShardedDataParallel``, with the ways to say the same here."""

@@ -53,7 +53,7 @@ class ReduceScatterBuffers:
     after_hook: torch.Tensor | None = None
     """For each parameter, on the device: if its gradient is not zero after the user's hook."""
     divisor: float = 1.0
-    """What the sum in ``output`` is divided by."""
+    """The number by which the sum in ``output`` is divided."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ def write(folder: Path, rank: int, world_size: int, events: Sequence[TraceEvent]
 # -- reading
 
 _Check: TypeAlias = tuple[str, Callable[[Any], bool]]
-"""What a value must be, and whether a value of a file is one."""
+"""The words for a valid value, and the function that says if a value of a file is one."""
 
 _TEXT: _Check = "a text", lambda value: isinstance(value, str)
 _NUMBER: _Check = "a whole number from 0 to 2^63", lambda value: type(value) is int and 0 <= value <= 2**63

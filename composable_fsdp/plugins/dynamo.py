@@ -68,7 +68,7 @@ HOOK_FRAMES.add(_CODE)
 
 
 class ManagedModules(Observer):
-    """Tells Dynamo that the parameters of sharded modules are swapped between calls."""
+    """Tells Dynamo that the parameters of sharded modules are swapped between calls. Refuses steps it cannot trace."""
 
     def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
         for module in modules:

@@ -360,9 +360,8 @@ def _extents(key: str, saved: TensorStorageMetadata | BytesStorageMetadata, meta
     sizes = {MetadataIndex(key): 0}
     if isinstance(saved, TensorStorageMetadata):
         itemsize = saved.properties.dtype.itemsize
-        ordered = sorted(
-            saved.chunks, key=lambda chunk: prod(chunk.sizes)
-        )  # of chunks at the same offsets one is empty
+        # Of chunks at the same offsets all but the last are empty.
+        ordered = sorted(saved.chunks, key=lambda chunk: prod(chunk.sizes))
         sizes = {MetadataIndex(key, chunk.offsets): prod(chunk.sizes) * itemsize for chunk in ordered}
     for index, nbytes in sizes.items():
         if ".state." in key:  # of an optimizer, whose own tensor class may need less
