@@ -12,17 +12,6 @@ import shutil
 import stat
 from pathlib import Path
 
-__all__ = [
-    "MOST_TEXT_BYTES",
-    "Directory",
-    "create",
-    "delete",
-    "open_regular",
-    "read_text",
-    "regular_file",
-    "replace_file",
-]
-
 MOST_TEXT_BYTES = 256 << 20
 """The most bytes of a file that is read as a whole. A manifest has about 100 bytes for a tensor or a file."""
 

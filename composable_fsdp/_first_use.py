@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["FirstUse"]
-
 
 class FirstUse:
     """Finds the names of ``package``, for its ``__getattr__``.

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from composable_fsdp.errors import printable
 
-__all__ = ["count", "text_table"]
-
 _WIDEST = 300
 """The most letters to which cells are padded: a long name in a file lengthens one line only."""
 

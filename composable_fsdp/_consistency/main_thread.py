@@ -19,16 +19,6 @@ from types import FrameType
 
 import torch
 
-__all__ = [
-    "Frame",
-    "arrived",
-    "listen",
-    "main_thread_frames",
-    "stop_listening",
-    "user_line",
-    "waits_in_torch",
-]
-
 # -- Stacks of this process's threads, also of those that run or hang
 #
 # Two other ways have crashed ranks. ``faulthandler`` reads without a lock: a thread of C++ that enters Python meanwhile

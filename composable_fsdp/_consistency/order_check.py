@@ -21,8 +21,6 @@ from zlib import crc32
 from composable_fsdp._consistency.rank_report import order_text
 from composable_fsdp.errors import ConfigurationError, DivergenceError
 
-__all__ = ["CONTEXT", "LEVEL_VARIABLE", "OrderCheck", "OrderChecker", "order_check_from"]
-
 LEVEL_VARIABLE = "COMPOSABLE_FSDP_ORDER_CHECK"
 
 CONTEXT = 8

@@ -19,16 +19,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-__all__ = [
-    "exit_text",
-    "has_died",
-    "is_of_this_host",
-    "process_identity",
-    "record_at_end",
-    "record_now",
-    "wait_for_ends",
-]
-
 _ENDED = ("Z", "X")
 """States of a process that has ended, but that its parent has not waited for."""
 

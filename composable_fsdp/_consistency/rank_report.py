@@ -15,27 +15,6 @@ from typing import Any
 
 from composable_fsdp.errors import ConfigurationError, DivergenceError, FSDPError, PeerError
 
-__all__ = [
-    "ABANDONED",
-    "ENDED_AT",
-    "LOOK",
-    "MOST_RANKS",
-    "REPORTED_AT",
-    "RESET",
-    "OperationId",
-    "RankReport",
-    "WarningTimes",
-    "diagnose",
-    "format_ranks",
-    "order_text",
-    "ranks_text",
-    "reports_text",
-    "reports_with_places",
-    "set_wait_warning",
-    "wait_text",
-    "wait_warning",
-]
-
 MOST_RANKS = 10**6
 """More than any job has: larger numbers in files and variables are damaged, or sent by somebody."""
 

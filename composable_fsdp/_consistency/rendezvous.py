@@ -13,8 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-__all__ = ["StoreRendezvous", "Verdict", "is_simulated", "own_client", "world_store"]
-
 # -- Rendezvous of ranks over a store, for ranks that have no connections to each other, or broken ones
 
 _LONGEST_PAUSE = 0.02

@@ -19,8 +19,6 @@ from composable_fsdp._consistency.rendezvous import StoreRendezvous, world_store
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp.errors import PeerError, printable
 
-__all__ = ["MissingRanks", "shutdown"]
-
 # -- Search for the ranks that have not come to a rendezvous, while others wait there
 
 _ASK_AFTER = 5.0

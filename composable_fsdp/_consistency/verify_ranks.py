@@ -27,19 +27,6 @@ from composable_fsdp._core.comm import Collective, Communicator, Transfer, is_ov
 from composable_fsdp._core.context import runs_unseen
 from composable_fsdp.errors import DivergenceError, FSDPError
 
-__all__ = [
-    "SHOWN_RANKS",
-    "check_versions",
-    "difference_text",
-    "gather_rows",
-    "gather_texts",
-    "library_version",
-    "multi_rank_axes",
-    "verify_same",
-    "verify_same_lines",
-    "versions",
-]
-
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Matches addresses in the default ``repr`` of functions and objects, which differ between processes."""
 _SHOWN_LINES = 12

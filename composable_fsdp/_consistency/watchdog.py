@@ -53,8 +53,6 @@ from composable_fsdp._consistency.rendezvous import StoreRendezvous, own_client
 from composable_fsdp._core.events import RunningPass, error_summary
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError, printable
 
-__all__ = ["PATIENCE", "Watchdog", "job_watchdog", "note_end"]
-
 PATIENCE = 1.0
 """Seconds of waiting after which a rank requests reports."""
 _PERIOD = 0.25

@@ -23,8 +23,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from composable_fsdp._files import open_regular
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["ArchiveReader", "FilePart", "Opcodes", "check_archive"]
-
 _MOST_DEPTH = 1000
 """The most values in each other. Python pickles no more either."""
 

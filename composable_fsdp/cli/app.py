@@ -20,8 +20,6 @@ import composable_fsdp
 from composable_fsdp.cli import checkpoint_commands, doctor, plan_command, printing, timeline_command
 from composable_fsdp.errors import ConfigurationError, FSDPError
 
-__all__ = ["main"]
-
 
 def main(name: str = "composable-fsdp", arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit.

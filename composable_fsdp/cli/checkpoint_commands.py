@@ -15,8 +15,6 @@ from composable_fsdp.errors import ConfigurationError
 if TYPE_CHECKING:
     from composable_fsdp.checkpoint._tools import Description, FolderDescription
 
-__all__ = ["add_commands"]
-
 _MAX_FILE_BYTES = 5 * 10**9
 
 

@@ -22,8 +22,6 @@ from composable_fsdp.errors import ConfigurationError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["Finding", "add_commands", "check_launch", "check_ranks", "check_versions", "examine_ranks"]
-
 _LEAVE_SECONDS = 5.0
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMEL = 1 << 20

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from composable_fsdp.plan import Plan
 
-__all__ = ["add_commands", "builder_of"]
-
 _POLICIES = {"blocks": "transformer_blocks", "modules": "every_module", "none": ""}
 """The names in composable_fsdp.wrap."""
 _RESHARD = {"auto": None, "true": True, "false": False}

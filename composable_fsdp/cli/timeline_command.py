@@ -7,8 +7,6 @@ from pathlib import Path
 from composable_fsdp.cli import printing
 from composable_fsdp.errors import UnsupportedError
 
-__all__ = ["add_commands"]
-
 
 def add_commands(commands: printing.Commands) -> None:
     parser = printing.add_command(commands, "timeline", timeline, has_json=True)

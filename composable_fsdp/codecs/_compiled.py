@@ -11,8 +11,6 @@ from torch.utils._triton import has_triton
 
 from composable_fsdp._core.memory import is_accelerator
 
-__all__ = ["fused", "is_compiled"]
-
 Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
 
 

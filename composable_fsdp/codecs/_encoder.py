@@ -12,8 +12,6 @@ from composable_fsdp.codecs.error_feedback import ErrorFeedback
 from composable_fsdp.codecs.protocol import Codec
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["CodecCall", "Encoder", "GradientCodec", "encode_rows", "row_runs"]
-
 GradientCodec = Codec | ErrorFeedback
 
 _ELEMENTS_AT_ONCE = 1 << 20

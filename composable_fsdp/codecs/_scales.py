@@ -8,17 +8,6 @@ import torch
 
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = [
-    "check_block",
-    "empty_payload",
-    "num_blocks",
-    "payload_size",
-    "scale_up_",
-    "scaled_down",
-    "scales_in",
-    "scales_of",
-]
-
 _SCALE_BYTES = 4
 """Bytes of a scale, which is fp32."""
 _FLOAT = torch.finfo(torch.float32)

@@ -22,8 +22,6 @@ from composable_fsdp.codecs._scales import (
     scales_of,
 )
 
-__all__ = ["Int4", "Int8"]
-
 
 @dataclass(frozen=True, slots=True)
 class Int8:

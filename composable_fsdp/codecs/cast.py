@@ -8,8 +8,6 @@ import torch
 
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["Cast"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cast:

@@ -13,8 +13,6 @@ from composable_fsdp.codecs.protocol import Codec, check_codec
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.policies import checks_keywords
 
-__all__ = ["CommunicationFunction", "CommunicationPolicy", "communication_of"]
-
 
 @checks_keywords
 @dataclass(frozen=True)

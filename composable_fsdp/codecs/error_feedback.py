@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from composable_fsdp.codecs.protocol import Codec, check_codec, resolve_codec
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["ErrorFeedback", "without_feedback"]
-
 
 def _int8() -> Codec:
     from composable_fsdp.codecs.blockwise import Int8

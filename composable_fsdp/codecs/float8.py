@@ -21,8 +21,6 @@ from composable_fsdp.codecs._scales import (
 )
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["Float8"]
-
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 

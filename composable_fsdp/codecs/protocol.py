@@ -9,8 +9,6 @@ import torch
 
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["Codec", "CodecPerParameter", "check_codec", "resolve_codec"]
-
 AnyCodec = TypeVar("AnyCodec")
 _METHODS = ("payload_bytes", "encode", "decode")
 

@@ -15,8 +15,6 @@ from composable_fsdp._core.state import FSDPState
 from composable_fsdp._text import text_table
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "reshard_kind"]
-
 
 @dataclass(frozen=True, slots=True)
 class CommunicationRow:

@@ -19,8 +19,6 @@ from composable_fsdp._text import count, text_table
 from composable_fsdp.diagnostics.communication_report import reshard_kind
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["GroupDescription", "ModelDescription", "describe"]
-
 _AFTER_FORWARD = {ReshardKind.ALWAYS: "free", ReshardKind.NEVER: "keep", ReshardKind.SMALLER: "keep 1/{}"}
 _LARGE_FRACTION = 0.5
 """Fraction of all bytes above which one group is too large: all of it is unsharded while a module of it computes."""

@@ -17,8 +17,6 @@ from torch import nn
 from composable_fsdp._core.hooks import root_of, states_of
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["Meter", "Reading"]
-
 _FLOPS_PER_PARAMETER = 6
 """FLOPs of forward and backward per token and parameter of a transformer, without attention (Kaplan et al., 2020)."""
 

@@ -15,8 +15,6 @@ from composable_fsdp._core.comm import communicator_over
 from composable_fsdp._core.params import local_part
 from composable_fsdp._extents import parameters_at_rest
 
-__all__ = ["find_nonfinite"]
-
 
 @torch.no_grad()
 def find_nonfinite(module: nn.Module, *, values: bool = False) -> dict[str, tuple[int, ...]]:

@@ -33,8 +33,6 @@ from composable_fsdp._files import read_text, replace_file
 from composable_fsdp.errors import ConfigurationError, printable
 from composable_fsdp.trace import Operation, TraceEvent
 
-__all__ = ["RecordedEvents", "TimelineRecorder", "decode", "file_name", "read", "write"]
-
 _VARIABLE = "COMPOSABLE_FSDP_TIMELINE"
 _FORMER_VARIABLE = "COMPOSABLE_FSDP_DIAGNOSTICS"
 _KEPT_EVENTS = 20_000

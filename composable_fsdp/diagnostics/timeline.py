@@ -27,18 +27,6 @@ from composable_fsdp.trace import Operation, TraceEvent
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "Lanes",
-    "Slice",
-    "Step",
-    "draw_step",
-    "merged",
-    "performed",
-    "straggler",
-    "write_chrome_trace",
-    "write_timeline",
-]
-
 PASSES, COMPUTE, GATHER, REDUCE, WAITS = LANES = ("passes", "compute", "gather", "reduce", "waits")
 """The lanes in the order of their display."""
 _COLORS = {COMPUTE: "#8fb9dd", GATHER: "#7cc39a", REDUCE: "#f0b26b", WAITS: "#d9534f"}

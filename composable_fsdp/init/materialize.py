@@ -33,15 +33,6 @@ from composable_fsdp.plugins.full_params import (
     write_shard,
 )
 
-__all__ = [
-    "allocate_at_rest",
-    "broadcast_module_states",
-    "initialize",
-    "materialize_meta",
-    "reset_parameters",
-    "to_empty",
-]
-
 M = TypeVar("M", bound=nn.Module)
 InitFunction = Callable[[nn.Module], object]
 

@@ -25,8 +25,6 @@ from composable_fsdp._core.state import FSDPState, states_below
 from composable_fsdp._extents import extent_of, like
 from composable_fsdp.errors import UnsupportedError
 
-__all__ = ["sharded_rng"]
-
 IN_PLACE = frozenset(
     f"aten::{name}_"
     for name in ("normal", "uniform", "exponential", "cauchy", "log_normal", "geometric", "random", "bernoulli")

@@ -22,8 +22,6 @@ from torch.optim import Optimizer
 
 from composable_fsdp._extents import like
 
-__all__ = ["gradient_of", "local_copies_of"]
-
 Entry = dict[str, Any]
 """The optimizer state of one parameter."""
 

@@ -31,15 +31,6 @@ from composable_fsdp.errors import DivergenceError, PeerError
 from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, message_limit, replicas_together
 from composable_fsdp.optim._owner_units import Coordinate, Unit, tiling_of
 
-__all__ = [
-    "Exchange",
-    "Members",
-    "OwnerPlans",
-    "is_planned",
-    "make_exchanges",
-    "title_of",
-]
-
 _MOST_PLANS = 256
 """With more lists of parameters that get gradients together, plans are made again."""
 _WORD = 8

@@ -10,8 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-__all__ = ["assign_owners", "by_cost", "cut_buckets", "message_limit", "newton_schulz_cost", "replicas_together"]
-
 MESSAGES_IN_FLIGHT = 6
 """The messages that live at once: those that a bucket is computed from and to, and two each of its neighbours."""
 

@@ -19,8 +19,6 @@ from composable_fsdp._core.layout import aligned_bytes
 from composable_fsdp._core.params import find_parameter
 from composable_fsdp._extents import Box, Cut, ShardExtent
 
-__all__ = ["AxisCut", "Coordinate", "Slot", "Tiling", "Unit", "axis_cuts", "tiling_of"]
-
 Coordinate = tuple[int, ...]
 """The place of a rank in a mesh, one number for each axis."""
 

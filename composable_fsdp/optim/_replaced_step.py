@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from composable_fsdp._core.hooks import wrapped_hook
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 
-__all__ = ["Step", "check_step", "class_step", "is_torch_step", "replace_step", "update_of", "with_closure"]
-
 Step = Callable[..., Any]
 
 

@@ -28,8 +28,6 @@ from composable_fsdp._core.params import local_part
 from composable_fsdp._extents import parameters_at_rest
 from composable_fsdp.errors import ConfigurationError, GradientError, MeshError
 
-__all__ = ["clip_grad_norm_", "get_total_norm"]
-
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 _NARROW = (torch.float16, torch.bfloat16)

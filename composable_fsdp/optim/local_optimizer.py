@@ -22,8 +22,6 @@ from composable_fsdp.optim._replaced_step import (
     with_closure,
 )
 
-__all__ = ["ELEMENTWISE", "LocalSteps", "local_optimizer", "set_local_steps"]
-
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 ELEMENTWISE = frozenset(

@@ -24,8 +24,6 @@ from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim._owner_units import Slot, Unit, tiling_of
 from composable_fsdp.optim.owner_step import placed
 
-__all__ = ["Muon"]
-
 Index = int | slice | tuple[int | slice, ...]
 """An index of a parameter, as ``parameter[index]``: ints and slices without a step."""
 

@@ -25,8 +25,6 @@ from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._owner_exchange import is_planned
 from composable_fsdp.optim._replaced_step import Step, replace_step, update_of, with_closure
 
-__all__ = ["offload_optimizer", "reload_optimizer"]
-
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _HOST = "cpu"

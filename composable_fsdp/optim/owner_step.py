@@ -30,8 +30,6 @@ from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim._owner_units import Slot, Tiling, Unit, tiling_of
 from composable_fsdp.optim._replaced_step import Step, check_step, class_step, replace_step, with_closure
 
-__all__ = ["matrix_cost", "owner_step"]
-
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Cost = Callable[[torch.Size], float]
 

@@ -13,8 +13,6 @@ import torch
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.plan.simulate import AxisCosts, CollectiveCost
 
-__all__ = ["ACCELERATORS", "Accelerator", "KnownAccelerator", "as_accelerator"]
-
 KnownAccelerator = Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb", "mi300x-192gb", "cpu"]
 
 

@@ -40,8 +40,6 @@ from composable_fsdp.plan.simulate import AxisCosts, Costs, predict
 from composable_fsdp.plan.simulated_job import KINDS, MemoryLedger, mesh_shape, simulated_job
 from composable_fsdp.policies import CPUOffloadPolicy
 
-__all__ = ["plan", "sweep"]
-
 Batch: TypeAlias = torch.Tensor | str | Sequence[Any] | Mapping[str, Any] | Callable[[], Any]
 Optimizer: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 

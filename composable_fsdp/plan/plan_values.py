@@ -10,8 +10,6 @@ from typing import Any
 from composable_fsdp.plan.known_accelerators import Accelerator
 from composable_fsdp.plan.simulate import Span
 
-__all__ = ["Plan", "Row", "size_text", "time_text"]
-
 MiB, GiB = 2**20, 2**30
 
 

@@ -29,8 +29,6 @@ from composable_fsdp.plan.dry_run import (
     schedule_of,
 )
 
-__all__ = ["AxisCosts", "CollectiveCost", "Costs", "GroupSpec", "Span", "Timeline", "predict", "simulate"]
-
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:

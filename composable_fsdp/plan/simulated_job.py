@@ -35,8 +35,6 @@ from composable_fsdp._core.full_mesh import default_mesh
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 from composable_fsdp.plan.known_accelerators import Accelerator
 
-__all__ = ["KINDS", "Change", "MemoryLedger", "Peak", "Streams", "mesh_shape", "simulated_job"]
-
 KINDS = ("parameters", "gradients", "optimizer state", "unsharded", "activations", "messages")
 """The kinds of memory."""
 

@@ -11,8 +11,6 @@ from composable_fsdp._core.memory import capture_error
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState
 
-__all__ = ["CapturedPasses"]
-
 
 class CapturedPasses(Observer):
     """Checks the first pass of a capture. The passes after it depend on what the graph itself contains."""

@@ -35,15 +35,6 @@ from composable_fsdp._core.mesh import Channels, DataParallelAxes, ProcessGroups
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import ArgumentTypeError
 
-__all__ = [
-    "CustomCollective",
-    "CustomCommunicator",
-    "Pooled",
-    "choose",
-    "separate_scatter",
-    "unshard_async_op",
-]
-
 
 class CustomCollective(Protocol):
     """The argument type of ``set_custom_all_gather`` and ``set_custom_reduce_scatter``."""

@@ -23,8 +23,6 @@ from composable_fsdp._core.seams import HOOK_FRAMES, HookHandles, Observer
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["DynamoDisabled", "ManagedModules"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

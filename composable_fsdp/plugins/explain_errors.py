@@ -37,8 +37,6 @@ from composable_fsdp._core.seams import HookHandles, Observer
 from composable_fsdp._core.state import FSDPState, GlobalHooks, state_of, state_of_parameter
 from composable_fsdp.errors import LifecycleError, printable
 
-__all__ = ["ExplainedErrors", "explain", "explained_methods", "explanation_of", "uncaught_errors"]
-
 _MIXED = "got mixed torch.Tensor and DTensor"
 _REMEDY = (
     "Call that module; or a method of it after composable_fsdp.register_fsdp_forward_method(module, name); or put "

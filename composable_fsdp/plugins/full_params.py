@@ -30,17 +30,6 @@ from composable_fsdp._core.state import FSDPState, alive, find_state, states_bel
 from composable_fsdp._extents import assemble_full, extent_of
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 
-__all__ = [
-    "FullParameters",
-    "apply_to_full_params",
-    "empty_full_parameter",
-    "full_parameter",
-    "lend",
-    "prepare_to_lend",
-    "unsharded_params",
-    "write_shard",
-]
-
 
 @contextmanager
 def unsharded_params(

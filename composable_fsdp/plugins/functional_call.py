@@ -21,8 +21,6 @@ from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState
 from composable_fsdp.errors import ParameterError
 
-__all__ = ["FunctionalCalls"]
-
 
 class FunctionalCalls(Observer):
     """Lets the modules of roots compute with given values."""

@@ -15,8 +15,6 @@ from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import Observer
 from composable_fsdp._core.state import FSDPState
 
-__all__ = ["LateTies"]
-
 
 class LateTies(Observer):
     """Merges the parameters of a model that show one tensor."""

@@ -18,8 +18,6 @@ from composable_fsdp._core.launch import GroupReduction, Launcher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.seams import ObservedRoot, Observer
 
-__all__ = ["ProfilerLabels"]
-
 _log = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 _LABELS = {

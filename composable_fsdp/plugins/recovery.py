@@ -20,8 +20,6 @@ from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.errors import DivergenceError, PeerError
 
-__all__ = ["Recovery", "Rendezvous", "disconnect", "has_failed", "reconnect", "rendezvous"]
-
 
 class Recovery(Observer):
     """Lets the ranks of one root meet in ``reset_iter_state``, and reconnect if they must.

@@ -19,8 +19,6 @@ from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import Accumulation, ForwardCall, ForwardRecord, FSDPState, find_state
 from composable_fsdp.errors import LifecycleError
 
-__all__ = ["SkippedModules", "UnusedGroups"]
-
 
 class SkippedModules(Observer):
     """Stands in for the hooks of the modules that this rank skips, in forwards of one root that need it."""

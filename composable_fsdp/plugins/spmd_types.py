@@ -24,8 +24,6 @@ from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall
 from composable_fsdp.errors import ParameterError
 
-__all__ = ["SpmdTypes", "read_types", "without_type_checks"]
-
 _ATTRIBUTES = ("_local_type", "_partition_spec")
 """The attributes in which the package keeps the types of a tensor."""
 

@@ -31,8 +31,6 @@ from composable_fsdp._core.state import ForwardCall, FSDPState, ModuleReference
 from composable_fsdp.errors import MissingNameError, UnsupportedError
 from composable_fsdp.policies import Reshard, ReshardKind
 
-__all__ = ["ClientState", "TorchViews", "client_state"]
-
 _REMEDIES = {
     "_is_root": (
         "one fully_shard for a whole model: torch's own reads this name where a module around ours is sharded by it; "

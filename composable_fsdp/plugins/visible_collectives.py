@@ -17,8 +17,6 @@ from composable_fsdp._core.comm import SUM, Around, Collective, Transfer, is_ove
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 
-__all__ = ["Visible"]
-
 _NAMES = {
     Collective.ALL_GATHER: "c10d::_allgather_base_",
     Collective.ALL_REDUCE: "c10d::allreduce_",

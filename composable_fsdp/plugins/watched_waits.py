@@ -32,19 +32,6 @@ from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.errors import FSDPError, PeerError
 
-__all__ = [
-    "Exchange",
-    "OrderCheckLevel",
-    "ReportedPasses",
-    "StoreExchange",
-    "TracedPasses",
-    "Watched",
-    "compare",
-    "compared",
-    "level_through_store",
-    "watched",
-]
-
 # -- The decorator of communicators that reports waits to the watchdog of the job, and lets ranks compare operations
 
 R = TypeVar("R")

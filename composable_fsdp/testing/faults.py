@@ -31,8 +31,6 @@ from composable_fsdp._core.memory import Work
 from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["Delay", "Drop", "Effect", "Fault", "FaultyCommunicator", "Kill", "Raise", "inject_faults"]
-
 
 class Effect(Protocol):
     """Changes what an operation does."""

@@ -33,8 +33,6 @@ import torch.distributed as dist
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["RanksError", "run_ranks"]
-
 T = TypeVar("T")
 
 LOOPBACK = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # "lo0" on macOS

@@ -19,8 +19,6 @@ from torch import nn
 from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["READ_WITHOUT_CALLS", "Group", "Policy", "Scope", "plan_groups"]
-
 _NO_OVERRIDES: Mapping[str, object] = {}
 READ_WITHOUT_CALLS = (nn.MultiheadAttention,)
 """Classes that compute with parameters of modules below them without calling these modules."""

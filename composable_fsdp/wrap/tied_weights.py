@@ -12,8 +12,6 @@ from torch import nn
 from composable_fsdp._core.state import TIED_ATTRIBUTE, find_state
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["tie_groups"]
-
 
 def tie_groups(modules: Sequence[nn.Module]) -> None:
     """Declare that ``modules`` share parameters, so that each may be in another group.

@@ -13,8 +13,6 @@ from torch.distributed.fsdp import wrap as torch_wrap
 from composable_fsdp.wrap._plan import Group, Policy, Scope
 from composable_fsdp.wrap.wrap_policy import as_policy, by_class
 
-__all__ = ["as_wrap_policy"]
-
 
 def as_wrap_policy(policy: object) -> Policy:
     """Return our policy for one of ours or torch's.

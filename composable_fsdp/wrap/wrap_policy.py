@@ -18,16 +18,6 @@ from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.wrap._plan import READ_WITHOUT_CALLS, Group, Policy, Scope
 
-__all__ = [
-    "PolicyLike",
-    "Predicate",
-    "as_policy",
-    "by_class",
-    "by_size",
-    "every_module",
-    "transformer_blocks",
-]
-
 Predicate = Callable[[nn.Module, str], "bool | Mapping[str, object]"]
 PolicyLike = Policy | Collection[type[nn.Module]] | Callable[..., Any]
 """The types of ``policy=``: a policy of ours or torch's, module classes, or a :data:`Predicate`."""

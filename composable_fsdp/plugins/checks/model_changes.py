@@ -18,8 +18,6 @@ from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, find_state
 from composable_fsdp.errors import ExecutionOrderWarning, PlainParameterWarning
 
-__all__ = ["ForwardOrder", "PlainParameters"]
-
 # -- Parameters added after ``fully_shard``, such as adapters, which no group shards or reduces
 #
 # ``fully_shard`` shards every parameter that is not in ``ignored_params``. So a parameter that is plain in the first

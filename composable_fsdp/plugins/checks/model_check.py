@@ -22,22 +22,6 @@ from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, state_of_parameter
 from composable_fsdp.errors import DivergenceError, ParameterError
 
-__all__ = [
-    "SAMPLED",
-    "Candidate",
-    "Facts",
-    "ModelCheck",
-    "Start",
-    "any_equal_shards",
-    "differing_starts",
-    "equal_shards",
-    "host_bytes",
-    "sample",
-    "sample_start",
-    "shard_details",
-    "start_details",
-]
-
 # -- Samples of parameters and shards, by which the initial values of ranks are compared
 #
 # Two mistakes raise no error but train a wrong model. If ranks built different values, they hold shards of different

@@ -27,8 +27,6 @@ from composable_fsdp._core.seams import Observer
 from composable_fsdp._extents import has_own_memory
 from composable_fsdp.errors import ConfigurationError, LifecycleError, LowPrecisionWarning, UnsavableStateWarning
 
-__all__ = ["OptimizerChecks", "why_not_pickled"]
-
 _has_warned_of_low_precision = False
 _CHECKED_ATTRIBUTE = "_composable_fsdp_checked"
 """The attribute of checked optimizers with their number of parameters then. Copies and pickles do not have it."""

@@ -17,8 +17,6 @@ from composable_fsdp._core.seams import Observer
 from composable_fsdp._core.state import FSDPState, GlobalHooks
 from composable_fsdp.errors import ParameterError
 
-__all__ = ["RequestedGradients"]
-
 
 class RequestedGradients(Observer):
     """Passes calls of autograd's engine on with unsharded parameters, while there is a sharded model that has run."""

@@ -19,8 +19,6 @@ from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 
-__all__ = ["UnshardedWrites", "VersionCheck", "reads_shards", "set_in_place_check"]
-
 # -- Parameters that change between a forward and its backward, which would give wrong gradients
 #
 # Torch counts in-place changes, as autograd does for saved tensors. It misses those of foreach and fused optimizers on

@@ -11,8 +11,6 @@ from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
 from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients
 
-__all__ = ["attached_codecs_of"]
-
 
 def attached_codecs_of(given: CommunicationPolicy | CommunicationFunction) -> CommunicationFunction:
     """Return the function from a parameter to its codecs that ``comm_policy=`` means; ``None`` for no codecs.

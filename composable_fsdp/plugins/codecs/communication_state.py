@@ -17,8 +17,6 @@ from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plugins.codecs.encoded_reduce import encoders_of
 from composable_fsdp.plugins.codecs.residuals import Residuals
 
-__all__ = ["CommunicationState"]
-
 
 class CommunicationState:
     """The residuals of ``ErrorFeedback`` in a sharded model: training state, as that of the optimizer is.

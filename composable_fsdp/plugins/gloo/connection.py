@@ -24,8 +24,6 @@ from composable_fsdp._consistency.rendezvous import own_client, world_store
 from composable_fsdp._core.memory import Work
 from composable_fsdp.errors import PeerError
 
-__all__ = ["DATA", "DATA_TAGS", "GlooConnection"]
-
 _NUMBER, _TEXT, _CLOSE, DATA = 0x46534451, 0x46534452, 0x46534453, 0x46540000
 """Tags of our messages: digests to compare, texts that explain a difference, a tag that is never sent, and the first of
 ``DATA_TAGS`` for data, so that messages of one operation are not matched with those of another.

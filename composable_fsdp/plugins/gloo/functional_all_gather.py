@@ -18,8 +18,6 @@ from torch.distributed import _functional_collectives as _functional_collectives
 
 from composable_fsdp._core.memory import backend_capabilities
 
-__all__ = ["FUNCTIONAL_ALL_GATHER"]
-
 
 def _all_gather(input: torch.Tensor, group_size: int, name: Any) -> torch.Tensor:
     c10d, ops = cast(Any, dist.distributed_c10d), torch.ops._c10d_functional

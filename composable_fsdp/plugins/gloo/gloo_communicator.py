@@ -30,8 +30,6 @@ from composable_fsdp._core.memory import Work
 from composable_fsdp.errors import UnsupportedError
 from composable_fsdp.plugins.gloo.connection import DATA, DATA_TAGS, GlooConnection
 
-__all__ = ["GlooCommunicator", "over_gloo"]
-
 _ZERO_COPY_BYTES_PER_RANK = 1 << 19
 """The bytes per rank from which a tensor is sent zero-copy instead of being packed with others. With 2 ranks,
 all-gather and reduce-scatter are faster from there on; ``benchmarks/gloo_transfers.py`` measures it.

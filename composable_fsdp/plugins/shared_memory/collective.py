@@ -12,8 +12,6 @@ from composable_fsdp._core.comm import Collective, Transfer
 from composable_fsdp._core.layout import add_up
 from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES, Segment
 
-__all__ = ["Barrier", "Operation", "StagedCollective", "StagedRange", "collective", "plan_rounds"]
-
 _ALIGNMENT = 64
 """Bytes of a cache line. Pieces are aligned, so that no two ranks write to and read from the same line."""
 

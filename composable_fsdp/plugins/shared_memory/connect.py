@@ -32,8 +32,6 @@ from composable_fsdp.plugins.shared_memory.peer_errors import Peers
 from composable_fsdp.plugins.shared_memory.segment import Segment
 from composable_fsdp.plugins.shared_memory.shm_socket import ShmSocket
 
-__all__ = ["MODES", "SWITCH", "RankInfo", "connect", "host_identity", "meet_peers", "reconnect"]
-
 SWITCH = "COMPOSABLE_FSDP_SHARED_MEMORY"
 """An environment variable: ``0`` on any rank disables shared memory on all ranks; ``copy`` disables shards and
 unsharded parameters in shared memory.

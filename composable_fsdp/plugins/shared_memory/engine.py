@@ -29,8 +29,6 @@ from composable_fsdp.plugins.shared_memory.peer_errors import Peers
 from composable_fsdp.plugins.shared_memory.segment import Blocks, Segment
 from composable_fsdp.plugins.shared_memory.shm_socket import NO_BLOCK, Message, ShmSocket, label_in_message
 
-__all__ = ["ShmEngine", "ShmWork"]
-
 _LAST = 1 << 62
 
 

@@ -9,8 +9,6 @@ from composable_fsdp._consistency.rank_report import LOOK, RankReport, order_tex
 from composable_fsdp._core.events import error_summary
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["Peers"]
-
 
 class Peers(NamedTuple):
     """The ranks of an axis, by their index on it.

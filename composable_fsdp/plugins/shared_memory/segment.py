@@ -12,8 +12,6 @@ from heapq import heappop, heappush
 
 import torch
 
-__all__ = ["BLOCK_BYTES", "SLOT_BYTES", "Blocks", "Segment", "check_sealed", "map_segment"]
-
 SLOT_BYTES = 2 << 20
 """The bytes staged per rank at a time. A rank fills one of two slots while its peers read the other."""
 

@@ -24,8 +24,6 @@ from composable_fsdp.plugins.shared_memory.collective import Barrier, collective
 from composable_fsdp.plugins.shared_memory.connect import connect, reconnect
 from composable_fsdp.plugins.shared_memory.engine import ShmEngine
 
-__all__ = ["SharedMemoryCommunicator", "in_shared_memory"]
-
 _ZERO_COPY_BYTES = 1 << 18
 """Zero-copy and copied-in transfers cost the same at this size (2 and 4 ranks, ``benchmarks/collectives.py``)."""
 

@@ -17,8 +17,6 @@ import torch
 
 from composable_fsdp.plugins.shared_memory.segment import Segment, check_sealed, map_segment
 
-__all__ = ["NO_BLOCK", "Message", "ShmSocket", "label_in_message"]
-
 NO_BLOCK = -1
 _GIVE_UP_ROUND = -1
 
