@@ -112,7 +112,8 @@ class Progress:
     Attributes:
         number: the number of this backward; between backwards, of the next one. Calls store it when backward reaches
             them, and while they are open.
-        reached: the states that this backward, or the last one, reached through an output with a hook.
+        reached: the states that this backward, or the last one, reached through an output with a hook. Between
+            backwards without gradient synchronization, only those that have gradients, or may get some.
         is_in_forward: this backward is inside of a forward.
         is_in_context: its last pre-backward was in a context of the caller.
         task: autograd's task, inside which reentrant checkpoints begin others.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -583,6 +585,57 @@ def convert_with_a_dtype_of_gradients() -> None:
     assert gradient.dtype == torch.float32
 
 
+class Passing(nn.Module):
+    """Passes its input on beside a layer that it calls if asked to, with a frozen scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.is_used = nn.Linear(4, 4), False
+        self.scale = nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if self.is_used else x * self.scale
+
+
+def pass_by(*, finalizes: bool, reshards: bool, retain: bool) -> None:
+    """Go through a group whose trainable parameters no forward uses, then through the same, used. None may warn."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), Passing(), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=reshards)
+    fully_shard(model)
+    model.set_manual_backward_finalization(finalizes)
+    model.set_requires_gradient_sync(False)
+    loss = torch.zeros(())
+    for is_used in (False, True):
+        model[1].is_used = is_used
+        for _ in range(2):
+            loss = model(torch.ones(1, 4)).sum()  # the last one stays
+            loss.backward(retain_graph=retain)
+        if finalizes:
+            model.set_requires_gradient_sync(True)
+            model.finalize_backward()
+            model.set_requires_gradient_sync(False)
+        else:
+            model.synchronize_gradients()
+        assert (model[1].layer.weight.grad is None) is not is_used
+        assert (full(model[2].bias.grad) == 2).all()
+        model.zero_grad()
+        loss = torch.zeros(())
+
+
+def lose_weights() -> list[str]:
+    """Ask for the gradients of an input alone, as schedules do that then find no weights."""
+    model: Any = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(Passing())))
+    model.set_requires_gradient_sync(False)
+    x = torch.ones(1, 4, requires_grad=True)
+    loss = model(x).sum()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.synchronize_gradients()
+    return [str(each.message) for each in caught]
+
+
 def fail_to_convert_with_a_dtype_of_gradients() -> None:
     """Let a conversion raise, before and after it has converted the weight: the gradient stays in its dtype."""
     for fails in ("weight", "bias"):
@@ -766,6 +819,16 @@ def test_a_finalization_at_the_wrong_time_is_an_error() -> None:
         assert "between a backward and the end of its finalization. Call finalize_backward() first" in change
         assert again == "finalize_backward() was called again. Call wait() of its last handle first."
         assert dropped == "wait() was called after reset_iter_state() has dropped the reductions of the handle."
+
+
+def test_groups_whose_parameters_no_forward_uses_do_not_warn() -> None:
+    for finalizes, reshards, retain in itertools.product((False, True), repeat=3):
+        run_ranks(pass_by, 2, finalizes=finalizes, reshards=reshards, retain=retain)
+
+
+def test_a_group_that_lost_its_gradients_warns() -> None:
+    for texts in run_ranks(lose_weights, 2):
+        assert [text[:45] for text in texts] == ["backward went through '0', but left no gradie"]
 
 
 def test_a_conversion_does_not_lose_pending_gradients() -> None:
