@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         UnshardHandle,
         no_sync,
         share_comm_ctx,
+        step_schedule,
     )
     from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
     from composable_fsdp._api.strategy import ShardingStrategy
@@ -98,6 +99,7 @@ __all__ = [
     "sharded_rng",
     "share_comm_ctx",
     "shutdown",
+    "step_schedule",
     "stream_full_params",
     "tie_groups",
     "to_empty",
@@ -109,7 +111,7 @@ __version__ = "0.2.0"
 _ON_FIRST_USE = FirstUse(
     __name__,
     {
-        "_api.fsdp_module": "FSDPModule GradientReductionHandle UnshardHandle no_sync share_comm_ctx",
+        "_api.fsdp_module": "FSDPModule GradientReductionHandle UnshardHandle no_sync share_comm_ctx step_schedule",
         "_api.fully_shard": "fully_shard register_fsdp_forward_method",
         "_api.strategy": "ShardingStrategy",
         "_consistency.rank_report": "set_wait_warning",

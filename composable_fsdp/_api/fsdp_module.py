@@ -52,7 +52,10 @@ from composable_fsdp.policies import Reshard
 if TYPE_CHECKING:
     from composable_fsdp.plan.dry_run import Schedule
 
-__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
+__all__ = [
+    *("FSDPModule", "GradientReductionHandle", "UnshardHandle"),
+    *("no_sync", "sharded_class", "share_comm_ctx", "step_schedule"),
+]
 
 logger = logging.getLogger(__name__)
 
@@ -394,15 +397,8 @@ class FSDPModule(TorchFSDPModule):
         set_root_options(_state(self), given)
 
     def schedule(self) -> Schedule:
-        """Return the schedule of the next training iteration: what happens at each event of forward and backward.
-
-        ``print(model.schedule())`` shows it as a table. The first call shows an ordinary step in the order of the last
-        forward, and is empty before that. Later calls show the events of the last iteration, of which it is a dry run.
-        Call it on the root.
-        """
-        from composable_fsdp.plan.dry_run import schedule_of
-
-        return schedule_of(root_of(_state(self)))
+        """Return :func:`composable_fsdp.step_schedule` of this module."""
+        return step_schedule(self)
 
     def set_order_check(self, level: Literal["off", "first", "always"]) -> None:
         """Set how often ranks compare, before a collective, that all of them are about to launch the same one.
@@ -631,6 +627,23 @@ def no_sync(module: nn.Module, *, sharded: bool = False) -> Iterator[None]:
     finally:
         for state, accumulation in before:
             state.change(accumulation=accumulation)
+
+
+def step_schedule(module: nn.Module | FSDPModule) -> Schedule:
+    """Return the schedule of the next training iteration: what happens at each event of forward and backward.
+
+    ``print(step_schedule(model))`` shows it as a table. The first call shows an ordinary step in the order of the last
+    forward, and is empty before that. Later calls show the events of the last iteration, of which it is a dry run.
+
+    Args:
+        module: the root.
+
+    Raises:
+        ArgumentTypeError: ``module`` is not sharded.
+    """
+    from composable_fsdp.plan.dry_run import schedule_of
+
+    return schedule_of(root_of(_sharded_states("step_schedule", [module])[0]))
 
 
 def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:

@@ -26,7 +26,7 @@ HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
     ".": 673,
-    "_api": 984,
+    "_api": 986,
     "_consistency": 1047,
     "_core": 5678,
     "checkpoint": 3734,
@@ -43,7 +43,7 @@ MOST_CODE = {
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22218
+MOST_CODE_OF_ALL = 22220
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""
