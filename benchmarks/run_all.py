@@ -71,6 +71,7 @@ BENCHMARKS = [
     Benchmark("exposure", "exposure.py"),
     Benchmark("schedule-sweep", "schedule_sweep.py"),
     Benchmark("host-overhead", "host_overhead.py"),
+    Benchmark("growth", "growth.py"),
     Benchmark("host-overhead-alone", "host_overhead.py --alone"),
     Benchmark("optimizer-step", "optimizer_step.py"),
     Benchmark("resident", "resident.py"),
