@@ -92,7 +92,7 @@ true-device: $(READY) ## build a device that is not the CPU, by g++, and test tr
 plugins: $(READY) ## run the tests without each plugin, and print a table; takes hours (PLUGINS_ARGS="ForwardOrder --tests tests/unit")
 	$(BIN)/python -m tests.plugin_table $(PLUGINS_ARGS)
 
-test-fast: $(READY) ## run the tests that start no other process, in at most 4 minutes (TEST_ARGS=...)
+test-fast: $(READY) ## run the tests that start no other process (TEST_ARGS=...)
 	$(BIN)/python -m pytest -m "not multiprocess" $(TEST_ARGS)
 
 check: $(READY) ## lint, format, types, layering

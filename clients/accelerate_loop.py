@@ -6,9 +6,10 @@ import os
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
-from fsdp_on_cpu import allow_fsdp_on_cpu
 from models import llama, tokens
 from outcome import STEPS, tell
+
+from composable_fsdp.interop import allow_fsdp_on_cpu
 
 MICROBATCHES = 2
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["CLIENTS", "Client"]
 
-ON_CPU = "its FSDP plugin is allowed on CPU (`fsdp_on_cpu.py`): accelerate drops it there"
+ON_CPU = "its FSDP plugin is allowed on CPU (`interop.allow_fsdp_on_cpu`): accelerate drops it there"
 
 
 @dataclass(frozen=True)

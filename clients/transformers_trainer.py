@@ -3,10 +3,11 @@
 import os
 from pathlib import Path
 
-from fsdp_on_cpu import allow_fsdp_on_cpu
 from models import llama, tokens
 from outcome import STEPS, tell
 from transformers import Trainer, TrainingArguments
+
+from composable_fsdp.interop import allow_fsdp_on_cpu
 
 
 def trainer(folder: Path, steps: int) -> Trainer:

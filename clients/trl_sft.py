@@ -3,13 +3,14 @@
 import os
 
 from datasets import Dataset
-from fsdp_on_cpu import allow_fsdp_on_cpu
 from models import VOCABULARY, llama, tokens
 from outcome import STEPS, tell
 from peft import LoraConfig
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
+
+from composable_fsdp.interop import allow_fsdp_on_cpu
 
 
 def main() -> None:

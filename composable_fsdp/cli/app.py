@@ -73,13 +73,14 @@ def _parser(name: str) -> argparse.ArgumentParser:
     for each in (doctor, plan_command, timeline_command, checkpoint_commands):
         each.add_commands(commands)
     program = printing.add_command(commands, "run", run)
-    program.usage = "%(prog)s [-h] PROGRAM ... | -m MODULE ..."
+    program.usage = "%(prog)s [-h] [--allow-cpu] PROGRAM ... | -m MODULE ..."
+    program.add_argument("--allow-cpu", action="store_true", help="make accelerate, Trainer and trl shard on CPU too")
     program.add_argument("-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE", help="a module")
     program.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a script; its arguments follow")
     return parser
 
 
-def run(module: Sequence[str] | None, program: Sequence[str]) -> Callable[[], None]:
+def run(module: Sequence[str] | None, program: Sequence[str], *, allow_cpu: bool) -> Callable[[], None]:
     """Run a program written for torch's FSDP2 on this library.
 
     Torch's fully_shard, register_fsdp_forward_method and share_comm_ctx are replaced by ours. The exit code is that of
@@ -92,11 +93,17 @@ def run(module: Sequence[str] | None, program: Sequence[str]) -> Callable[[], No
       torchrun --nproc-per-node 8 -m composable_fsdp run train.py --lr 1e-4
 
       torchrun --nproc-per-node 8 -m composable_fsdp run -m package.train --lr 1e-4
+
+      torchrun --nproc-per-node 2 -m composable_fsdp run --allow-cpu examples/sft.py
     """
     if not module and (module is not None or not program):
         raise ConfigurationError("run needs a program, or -m and the name of a module.")
     if not module and not Path(program[0]).exists():
         raise ConfigurationError(f"there is no program {program[0]}.")
+    if allow_cpu:
+        from composable_fsdp.interop import allow_fsdp_on_cpu
+
+        allow_fsdp_on_cpu()
     return partial(_run, [*(module or ()), *program], as_module=bool(module))  # what follows -- is not in module
 
 
@@ -127,6 +134,7 @@ def _report_unused() -> None:
     if not has_sharded() and os.environ.get("RANK", "0") == "0":
         printing.show_error(
             "composable-fsdp run: this process sharded nothing. Its program did not call fully_shard of "
-            "torch.distributed.fsdp. FSDP1's FullyShardedDataParallel stays torch's; in processes that the program "
-            "spawns, call composable_fsdp.interop.patch_torch()."
+            "torch.distributed.fsdp. On CPU, accelerate, Trainer and trl shard only after run --allow-cpu. FSDP1's "
+            "FullyShardedDataParallel stays torch's; in processes that the program spawns, call "
+            "composable_fsdp.interop.patch_torch()."
         )

@@ -1,7 +1,7 @@
 """Support for running code written for torch's FSDP2 on this package, unchanged.
 
 Use ``with patch_torch(): ...`` in a program, or run it with ``composable-fsdp run script.py``, or under ``torchrun``
-with ``-m composable_fsdp run script.py``.
+with ``-m composable_fsdp run script.py``. :func:`allow_fsdp_on_cpu` is for programs on accelerate.
 
 Only three functions of torch are replaced. Torch's classes are not: ours inherit from them or accept their objects, so
 ``isinstance`` and policies work for code on either side. Each replacement is a wrapper, not our function itself, so
@@ -22,7 +22,7 @@ from composable_fsdp import fully_shard, register_fsdp_forward_method, share_com
 from composable_fsdp._api.torch_types import TORCH_FUNCTIONS, modules_sharded_by_torch
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["TorchPatch", "patch_torch"]
+__all__ = ["TorchPatch", "allow_fsdp_on_cpu", "patch_torch"]
 
 
 def _wrap(ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,6 +77,34 @@ def patch_torch() -> TorchPatch:
         _active.add(patch)
     patch.callback(_end, patch)
     return patch
+
+
+def allow_fsdp_on_cpu() -> None:
+    """Make accelerate use its FSDP plugin on CPU as on accelerators, in every ``Accelerator`` that is made later.
+
+    On CPU, accelerate drops the plugin silently and trains with ``DistributedDataParallel``, and so do transformers'
+    ``Trainer`` and trl. The command line has it as ``composable-fsdp run --allow-cpu``. Further calls have no effect.
+
+    Raises:
+        ConfigurationError: accelerate is not installed.
+    """
+    try:
+        from accelerate.state import AcceleratorState, PartialState
+        from accelerate.utils import DistributedType
+    except ImportError as error:
+        raise ConfigurationError(f"accelerate cannot be imported ({error}): pip install accelerate.") from None
+    original = AcceleratorState.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type is DistributedType.MULTI_CPU:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = __init__
 
 
 def _end(patch: TorchPatch) -> None:

@@ -34,6 +34,24 @@ def test_a_llama_trains_and_goes_back_to_transformers(tmp_path: Path) -> None:
     assert "largest difference of logits after loading into transformers: 0.0e+00" in said
 
 
+@needs("trl")
+@pytest.mark.behaviour("I-02")
+@pytest.mark.parametrize("options", [(), ("--sharded",)], ids=["by-the-trainer", "before"])
+def test_trl_trains_a_llama_on_cpu_resumes_exports_and_generates(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Losses of two ranks, since both see other rows of one data set; ``make clients`` compares them with FSDP2's."""
+    said = ""
+    for steps in (("--steps", "60"), ("--steps", "75", "--resume")):
+        arguments = ["run", "--allow-cpu", "examples/sft.py", "--out", str(tmp_path), *steps, *options]
+        script = tmp_path / "command.py"
+        script.write_text(f"from composable_fsdp.cli import main\nmain(arguments={arguments!r})\n")
+        said += run_script_on_ranks(script)
+    losses = [float(loss) for loss in re.findall(r"\{'loss': '?([\d.]+)", said)]
+    assert len(losses) == 7, "6 of the first start, 1 of the resumed one"
+    assert losses[-1] < losses[5] + 0.1 < 0.6, losses
+    assert len(re.findall(r"the (?:sharded|exported) model continues: 7 8 9 10 11 12 13 14", said)) == 4, said
+    assert "sharded nothing" not in said
+
+
 @needs("lightning")
 @pytest.mark.behaviour("I-02")
 def test_fabric_trains_saves_and_resumes(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ MOST_CODE = {
     "_consistency": 1047,
     "_core": 5678,
     "checkpoint": 3734,
-    "cli": 487,
+    "cli": 491,
     "codecs": 363,
     "diagnostics": 678,
     "init": 299,
-    "interop": 41,
+    "interop": 54,
     "optim": 1514,
     "plan": 1128,
     "plugins": 5104,
@@ -43,7 +43,7 @@ MOST_CODE = {
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22220
+MOST_CODE_OF_ALL = 22237
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 import composable_fsdp as ours
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.interop import patch_torch
+from composable_fsdp.interop import allow_fsdp_on_cpu, patch_torch
 from tests.helpers.sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")
@@ -123,3 +123,47 @@ def test_a_submodule_sharded_by_torch_is_refused() -> None:
         ours.fully_shard(model[0])
     del model
     gc.collect()
+
+
+def fake_accelerate(monkeypatch: pytest.MonkeyPatch) -> type:
+    """Put modules in the place of accelerate's, with a state that drops its plugin on CPU, and return its class."""
+
+    class State:
+        _shared_state: dict[str, str] = {}  # noqa: RUF012
+        _mixed_precision = "bf16"
+
+        def __init__(self, *, cpu: bool = True, fsdp_plugin: object = None) -> None:
+            self.distributed_type = "MULTI_CPU" if cpu else "MULTI_GPU"
+            self.fsdp_plugin: object = None
+
+    kinds = SimpleNamespace(MULTI_CPU="MULTI_CPU", FSDP="FSDP")
+    for name, members in {
+        "accelerate": {},
+        "accelerate.state": {"AcceleratorState": State, "PartialState": State},
+        "accelerate.utils": {"DistributedType": kinds},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return State
+
+
+def test_accelerate_is_given_its_plugin_on_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = fake_accelerate(monkeypatch)
+    asked: list[str] = []
+    plugin = SimpleNamespace(set_mixed_precision=asked.append)
+    assert state(fsdp_plugin=plugin).fsdp_plugin is None
+    allow_fsdp_on_cpu()
+    allow_fsdp_on_cpu()
+    made = state(fsdp_plugin=plugin)
+    assert (made.distributed_type, made.fsdp_plugin, asked) == ("FSDP", plugin, ["bf16"])
+    assert state._shared_state == {"distributed_type": "FSDP"}
+    assert state().distributed_type == "MULTI_CPU"
+    assert state(cpu=False, fsdp_plugin=plugin).distributed_type == "MULTI_GPU"
+
+
+def test_allowing_cpu_without_accelerate_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "accelerate.state", raising=False)
+    with pytest.raises(ConfigurationError, match=r"^accelerate cannot be imported .*: pip install accelerate\.$"):
+        allow_fsdp_on_cpu()
