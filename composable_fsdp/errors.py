@@ -54,11 +54,19 @@ def printable(text: str, kept: str = "\n\t") -> str:
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
+_MOST_CHARACTERS = 1 << 20
+
+
 class FSDPError(Exception):
-    """Base of every exception that this library raises on purpose. Its text has only printable characters."""
+    """Base of every exception that this library raises on purpose. Its text has only printable characters.
+
+    What a file or another rank says is in it, so a text of more than a million characters is cut.
+    """
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        text = super().__str__()
+        more = len(text) - _MOST_CHARACTERS
+        return printable(text if more <= 0 else f"{text[:_MOST_CHARACTERS]} (and {more} characters more)")
 
 
 class ConfigurationError(FSDPError, ValueError):
