@@ -197,7 +197,6 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._dcp.save import SavePlanner
     from composable_fsdp.checkpoint._safetensors import (
         DTYPES,
-        Reader,
         Replacement,
         StoredTensors,
         TensorSpec,
@@ -206,7 +205,7 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict import model
     from composable_fsdp.checkpoint._state_dict.model import Form, OwnerRanks, to_form
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
-    from composable_fsdp.checkpoint._state_dict.tensors import entries_of, parameter_names
+    from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, entries_of, parameter_names
     from composable_fsdp.checkpoint._tools import convert
     from composable_fsdp.checkpoint._tools import describe as describe_checkpoint
     from composable_fsdp.codecs import _compiled, _encoder

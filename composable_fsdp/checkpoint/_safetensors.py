@@ -2,7 +2,7 @@
 
 The safetensors library writes complete files from full tensors. torch's ``HuggingFaceStorageWriter`` writes all data
 twice, and its consolidation leaves scalars at zero and raises for integer tensors; its reader ignores the index. So
-files are written here, block by block, and read through the library's slices. ``test_checkpoint_of_torch.py`` shows it.
+files are written and read here, block by block. ``test_checkpoint_of_torch.py`` shows it.
 
 Headers are built from shapes and dtypes alone, rank 0 reserves the files, and every rank writes its shards at their
 offsets. Ranks exchange no tensors, write concurrently, and need memory for one block. All ranks must share a file
@@ -27,9 +27,9 @@ import secrets
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -43,7 +43,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._extents import Box, plain_name
-from composable_fsdp._files import Directory, delete, read_text, regular_file
+from composable_fsdp._files import MOST_TEXT_BYTES, Directory, delete, read_text, regular_file
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,
     Arguments,
@@ -54,6 +54,7 @@ from composable_fsdp.checkpoint._coordination import (
     leave_common_unexpected,
     meet,
     refuse,
+    said,
     tensor_text,
 )
 from composable_fsdp.checkpoint._state_dict.model import check_meshes, digest
@@ -64,8 +65,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _ANY_PART = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
-BLOCK_BYTES = 16 << 20
-"""The most bytes of a file that one block to write spans, and that are read before the file is mapped again."""
+BLOCK_BYTES = 4 << 20
+"""The most bytes of a file that one block to read or to write spans."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -96,8 +97,8 @@ def load_safetensors(
     """Load the parameters and persistent buffers of ``model`` from safetensors files.
 
     All ranks of the default process group must call it, also those with another part of the model, such as pipeline
-    stages. Each rank reads only the elements of its shards, and copies them from the mapped file to their destination.
-    This takes about 32 MB of extra memory.
+    stages. Each rank reads only the elements of its shards, and copies them from the file to their destination.
+    This takes less than 32 MB of extra memory.
 
     Everything is checked on all ranks before anything is written, so after an error the model is unchanged. The
     exception is a file that can be opened but not read: the error then says that the model is loaded in part. Files
@@ -154,9 +155,9 @@ def load_safetensors(
 
     def read() -> None:
         assert stored is not None
-        tensors, reader = stored.tensors, Reader(stored)
-        for part, key in sorted(jobs, key=lambda job: tensors[job[1]].file):  # one file after another
-            _read_part(reader, part, key)
+        places = stored.tensors
+        for part, key in sorted(jobs, key=lambda job: (places[job[1]].file, places[job[1]].begin)):
+            _read_part(places[key], part, key)
 
     unexpected = ranks.combine(what, match, verify)
     ranks.agree(what, read)
@@ -190,14 +191,14 @@ def _match(
 
 
 @torch.no_grad()
-def _read_part(reader: Reader, part: LocalShard, key: str) -> None:
+def _read_part(stored: StoredTensor, part: LocalShard, key: str) -> None:
     try:
         with part.plain(write=True) as local:
-            for box, values in reader.blocks(key, part.extent.boxes()):
+            for box, values in stored.blocks(part.extent.boxes()):
                 box.of_part(local).copy_(values)
     except Exception as error:
         raise CheckpointError(
-            f"{reader.stored.tensors[key].file} could not be read at {key!r}: {error}. The model is loaded in part."
+            f"{stored.file} could not be read at {key!r}: {error}. The model is loaded in part."
         ) from error
 
 
@@ -241,7 +242,7 @@ def _check_ties(part: LocalShard, names: Mapping[str, str], stored: StoredTensor
     """Yield an error text for each key whose values differ from those of the first key, in this rank's shard."""
     first, *others = list(_keys_of(names, stored)) or [""]
     for other in others:
-        pairs = zip(*(Reader(stored).blocks(key, part.extent.boxes()) for key in (first, other)), strict=True)
+        pairs = zip(*(stored.tensors[key].blocks(part.extent.boxes()) for key in (first, other)), strict=True)
         if not all(torch.equal(*(t.reshape(-1).view(torch.uint8) for _, t in pair)) for pair in pairs):
             yield f"tied in the model, but with different values in the files: {first} and {other}"
 
@@ -282,16 +283,53 @@ def keyed_tensors(model: nn.Module, key_map: KeyMap | None) -> tuple[list[KeyedT
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: the file, the format's name for its dtype, and its shape."""
+    """A tensor in a file: the file, the format's name for its dtype, its shape, and the offset of its first byte."""
 
     file: Path
     code: str
     shape: tuple[int, ...]
+    begin: int
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype, or ``None`` if torch has no such dtype."""
         return DTYPES.get(self.code)
+
+    def blocks(self, boxes: Iterable[Box]) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield the values in ``boxes`` in pieces, which span at most ``BLOCK_BYTES`` of the file and share a buffer.
+
+        The file is read and not mapped, so one that its owner truncates meanwhile is an error, and no SIGBUS.
+        """
+        dtype, shape = DTYPES[self.code], self.shape
+        itemsize, most = dtype.itemsize, BLOCK_BYTES // dtype.itemsize
+        strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        buffer = torch.empty(min(most, prod(shape)), dtype=dtype)
+        raw = buffer.view(torch.uint8).numpy().data
+        with open(self.file, "rb", buffering=0) as file:
+            for piece in (piece for box in boxes for piece in box.pieces(shape, most)):
+                length, starts = piece.runs(shape)
+                last = sum((size - 1) * stride for size, stride in zip(piece.sizes, strides, strict=True))
+                count = prod(piece.sizes)
+                if (last + 1 - count) * itemsize <= count // length * _SHORT_GAP:
+                    starts, length, values = islice(starts, 1), last + 1, buffer.as_strided(piece.sizes, strides)
+                else:
+                    values = buffer[:count].view(piece.sizes)
+                for number, start in enumerate(starts):
+                    data = raw[number * length * itemsize : (number + 1) * length * itemsize]
+                    _read_at(file.fileno(), data, self.begin + start * itemsize)
+                yield piece, values
+
+
+_SHORT_GAP = 8192
+"""Bytes between two runs that are read with them, since that takes no longer than another call."""
+
+
+def _read_at(opened: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.preadv(opened, [data], offset)
+        if not done:
+            raise OSError("its end is missing, which was there before")
+        data, offset = data[done:], offset + done
 
 
 @dataclass(frozen=True)
@@ -309,22 +347,22 @@ class StoredTensors:
     def at(path: Path) -> StoredTensors:
         """Read the headers at ``path``: a ``.safetensors`` file, an index, or a directory with either."""
         main = _main_file(path)
-        wanted = _read_index(main) if main.suffix == ".json" else {main: None}
+        wanted = _read_index(main) if main.suffix == ".json" else {main: []}
         tensors: dict[str, StoredTensor] = {}
         aliases: dict[str, str] = {}
         for file, names in wanted.items():
-            content = opened(file)
-            held = sorted(content.keys())
-            absent = sorted(set(names or ()) - set(held))
+            held, others = _read_header(file)
+            absent = sorted(set(names) - held.keys())
             if absent:
                 raise CheckpointError(f"{file} lacks tensors that the index says it has: {', '.join(absent)}")
-            for name in held if names is None else names:
-                view = content.get_slice(name)
-                shape = tuple(view.get_shape())
+            if twice := sorted(held.keys() & tensors.keys()):
+                raise CheckpointError(f"{twice[0]!r} is in two files: {tensors[twice[0]].file} and {file}")
+            for name, stored in held.items():
+                shape = stored.shape
                 if prod(max(1, length) for length in shape) > sys.maxsize:  # strides count empty dims as 1
                     raise CheckpointError(f"{file}: {name} has the shape {shape}, which is too large for a tensor.")
-                tensors[name] = StoredTensor(file, view.get_dtype(), shape)
-            aliases |= content.metadata() or {}
+            tensors |= held
+            aliases |= others
         aliases |= {plain: name for name in tensors if (plain := plain_name(name)) not in aliases}  # of compiled models
         known = {alias: name for alias, name in aliases.items() if name in tensors and alias not in tensors}
         return StoredTensors(main, tensors, known)
@@ -334,37 +372,8 @@ class StoredTensors:
         return name if name in self.tensors else self.aliases.get(name)
 
 
-@dataclass
-class Reader:
-    """Reads tensors block by block, with one file open at a time.
-
-    The safetensors library maps files, and pages that were read count as memory of the process until they are unmapped.
-    A file is therefore opened again after every ``BLOCK_BYTES``.
-    """
-
-    stored: StoredTensors
-    _path: Path | None = None
-    _file: Any = None
-    _touched: int = 0
-
-    def blocks(self, key: str, boxes: Iterable[Box]) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield the values in ``boxes`` in pieces. Each is a view of the file; drop it before taking the next one."""
-        found = self.stored.tensors[key]
-        itemsize = DTYPES[found.code].itemsize
-        strides = [prod(found.shape[dim + 1 :]) for dim in range(len(found.shape))]
-        for box in boxes:
-            for piece in box.pieces(found.shape, BLOCK_BYTES // itemsize):
-                span = 1 + sum((size - 1) * stride for size, stride in zip(piece.sizes, strides, strict=True))
-                yield piece, self._open(found.file, span * itemsize).get_slice(key)[piece.slices]
-
-    def _open(self, path: Path, nbytes: int) -> Any:
-        if path != self._path or self._touched + nbytes > BLOCK_BYTES:
-            self._path, self._file, self._touched = path, opened(path), 0
-        self._touched += nbytes
-        return self._file
-
-
-def opened(path: Path) -> Any:
+def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors and the metadata of a file. The safetensors library checks its header first."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -374,27 +383,54 @@ def opened(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing.")
     try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
+        with safe_open(path, framework="pt", device="cpu"), open(path, "rb", buffering=0) as file:
+            nbytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(nbytes, MOST_TEXT_BYTES)))
+        metadata = header.pop("__metadata__", None) or {}
+        return {
+            name: StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + nbytes + entry["data_offsets"][0])
+            for name, entry in sorted(header.items())
+        }, metadata
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged, or no safetensors file: {error}") from error
 
 
-def _read_index(path: Path) -> dict[Path, list[str] | None]:
-    """Return the names of the tensors in each file."""
-    names: dict[Path, Any] = {}
+def _read_index(path: Path) -> dict[Path, list[str]]:
+    """Return the names of the tensors in each file, which is a regular file in the folder of the index."""
+    files: dict[str, list[str]] = {}
     try:
-        for name, file in json.loads(read_text(path.parent, path.name))["weight_map"].items():
-            names.setdefault(path.parent / file, []).append(name)
-        for file in names:
-            with suppress(FileNotFoundError):  # opening it says which one is missing
-                regular_file(path.parent, str(file.relative_to(path.parent)))
-        return names
+        index = json.loads(read_text(path.parent, path.name), object_pairs_hook=_without_doubles)
+        for name, file in index["weight_map"].items():
+            if type(file) is not str:
+                raise TypeError(f"the file of {name!r} is no text")
+            files.setdefault(file, []).append(name)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing.") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged, or no safetensors index: {error!r}") from error
+        raise CheckpointError(f"{path} is damaged, or no safetensors index: {said(error)}") from error
+    return {_listed(path, file, names[0]): names for file, names in files.items()}
+
+
+def _listed(index: Path, file: str, name: str) -> Path:
+    """Return the path of ``file``, which has the tensor ``name`` by ``index``."""
+    try:
+        regular_file(index.parent, file)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{index.parent / file} is missing. {index.name} says that {name!r} is in it.") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{index} says that {name!r} is in {file!r}, which is refused: {error}") from error
+    return index.parent / file
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} is in it twice")
+        found[name] = value
+    return found
 
 
 def _checked(path: Path) -> Path:
@@ -446,7 +482,7 @@ def save_safetensors(
     save is interrupted, even by a kill, readers find one of the two, complete. Files have no checksums;
     :func:`composable_fsdp.checkpoint.save` makes checkpoints that do.
 
-    Every rank writes its own shards block by block, with about 32 MB of extra memory; of replicas one writes. Tied
+    Every rank writes its own shards block by block, with less than 32 MB of extra memory; of replicas one writes. Tied
     parameters are written once, under the first of their names. The other names are in the metadata, where
     :func:`load_safetensors` finds them; transformers ties parameters itself. Extra state of modules is left out, with a
     warning.

@@ -135,30 +135,15 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def small_blocks() -> Iterator[list[int]]:
     """Set blocks of ``BLOCK_BYTES``, and return the sizes of the reads from files."""
     taken: list[int] = []
-    real = stored.opened
+    real = stored.StoredTensor.blocks
 
-    class Counted:
-        def __init__(self, file: Any) -> None:
-            self.file = file
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-        def get_slice(self, name: str) -> Any:
-            view = self.file.get_slice(name)
-
-            class Slice:
-                get_shape, get_dtype = view.get_shape, view.get_dtype
-
-                def __getitem__(self, index: Any) -> torch.Tensor:
-                    values: torch.Tensor = view[index]
-                    taken.append(values.nbytes)
-                    return values
-
-            return Slice()
+    def counted(self: Any, boxes: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+        for box, values in real(self, boxes):
+            taken.append(values.nbytes)
+            yield box, values
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored, "opened", lambda path: Counted(real(path)))
+        patch.setattr(stored.StoredTensor, "blocks", counted)
         patch.setattr(stored, "BLOCK_BYTES", BLOCK_BYTES)
         yield taken
 
@@ -305,7 +290,7 @@ def test_a_load_that_fails_on_one_rank_loads_on_none(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, all_ranks_raise("could not be read .* The model is loaded in part"):
         if rank:
-            patch.setattr(stored.Reader, "_open", fails)
+            patch.setattr(stored, "_read_at", fails)
         load_safetensors(model, good)
 
 

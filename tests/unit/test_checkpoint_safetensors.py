@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from composable_fsdp.errors import CheckpointError, ConfigurationError
 from tests._internals import (
     DTYPES,
     Cut,
-    Reader,
+    LocalShard,
     Replacement,
     ShardExtent,
     StoredTensors,
@@ -110,29 +111,47 @@ def test_a_tensor_of_the_name_of_a_headers_metadata_is_refused(tmp_path: Path) -
 # -- reading
 
 
-def test_blocks_are_read_through_a_window_and_the_file_is_opened_anew(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("gap", [0, 8192])
+def test_blocks_are_read_in_pieces_with_no_more_than_short_gaps(tmp_path: Path, monkeypatch, gap: int) -> None:
     full = torch.arange(24 * 10, dtype=torch.float32).view(24, 10)
-    library.save_file({"t": full, "one": torch.tensor(3)}, tmp_path / "a.safetensors")
-    opened: list[Path] = []
-    real = stored.opened
+    library.save_file({"t": full, "one": torch.tensor(3), "wide": full.double() + 0.5}, tmp_path / "a.safetensors")
     monkeypatch.setattr(stored, "BLOCK_BYTES", 160)
+    monkeypatch.setattr(stored, "_SHORT_GAP", gap)
+    reads: list[int] = []
+    real = os.preadv
 
-    def counted(path: Path) -> object:
-        opened.append(path)
-        return real(path)
+    def counted(file: int, buffers: list[memoryview], at: int) -> int:
+        reads.append(real(file, buffers, at))
+        return reads[-1]
 
-    monkeypatch.setattr(stored, "opened", counted)
-    reader = Reader(StoredTensors.at(tmp_path))
-    opened.clear()
-    extent = ShardExtent.after((24, 10), [Cut(1, 2, 1), Cut(0, 2, 0)])
-    found = torch.zeros(extent.local_shape)
-    for box, values in reader.blocks("t", extent.boxes()):
-        assert sum((n - 1) * s for n, s in zip(box.sizes, (10, 1), strict=True)) < 40
-        found[box.local_offsets[0] : box.local_offsets[0] + box.sizes[0]] = values
-    assert torch.equal(found, full[:12, 5:])
-    assert len(opened) == 3
-    ((_, one),) = reader.blocks("one", ShardExtent.after(()).boxes())
+    monkeypatch.setattr(os, "preadv", counted)
+    found = StoredTensors.at(tmp_path).tensors
+    for name, expected in (("t", full), ("wide", full.double() + 0.5)):
+        extent = ShardExtent.after((24, 10), [Cut(1, 2, 1), Cut(0, 2, 0)])
+        values = torch.zeros(extent.local_shape, dtype=expected.dtype)
+        for box, piece in found[name].blocks(extent.boxes()):
+            assert sum((n - 1) * s for n, s in zip(box.sizes, (10, 1), strict=True)) < 160 // piece.itemsize
+            values[box.local_offsets[0] : box.local_offsets[0] + box.sizes[0]] = piece
+        assert torch.equal(values, expected[:12, 5:])
+    runs = [4 * 35] * 3 + [8 * 15] * 6 if gap else [4 * 5] * 12 + [8 * 5] * 12
+    assert reads == runs
+    ((_, one),) = found["one"].blocks(ShardExtent.after(()).boxes())
     assert one.item() == 3
+
+
+@pytest.mark.parametrize("size", [0, 100, -1])
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch, size: int) -> None:
+    file, model = tmp_path / "model.safetensors", nn.Linear(300, 300, bias=False)
+    save_safetensors(model, tmp_path)
+    real = LocalShard.plain
+
+    def shrinking(*arguments: Any, **options: Any) -> Any:
+        os.truncate(file, size % file.stat().st_size)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(LocalShard, "plain", shrinking)
+    with pytest.raises(CheckpointError, match=r"s could not be read at 'weight': its end is missing.*loaded in part"):
+        load_safetensors(model, tmp_path)
 
 
 def index(folder: Path, **weight_map: object) -> Path:
@@ -151,6 +170,22 @@ def test_a_directory_is_read_as_transformers_does(tmp_path: Path) -> None:
     assert StoredTensors.at(tmp_path).path.name == "model.safetensors"
 
 
+DAMAGED_INDEXES: dict[bytes, str] = {
+    b"": "JSONDecodeError: Expecting value",
+    b"{": "JSONDecodeError: ",
+    b"[]": "TypeError: ",
+    b"{}": "KeyError: 'weight_map'",
+    b'{"weight_map": [["x", "good.safetensors"]]}': "AttributeError: 'list' object has no attribute 'items'",
+    b'{"weight_map": {"a": "good.safetensors", "a": "good.safetensors"}}': "ValueError: 'a' is in it twice",
+    b'{"weight_map": {}, "weight_map": {}}': "ValueError: 'weight_map' is in it twice",
+    **{b'{"weight_map": {"x": %s}}' % it: "TypeError: the file of 'x' is no text" for it in (b"1", b"null", b"{}")},
+    b'{"weight_map": {"x": %s}}' % (b"[" * 10**5): "RecursionError: ",
+    b'{"weight_map": {"x": %s}}' % (b"9" * 10**5): "ValueError: Exceeds the limit",
+    b"\xff" * 10**6: "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte$",
+}
+"""Each with the problem that its error names. The last one's is not as long as the file."""
+
+
 def damaged(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield paths of damaged or missing files with the expected error of each."""
     good = folder / "good.safetensors"
@@ -166,14 +201,31 @@ def damaged(folder: Path) -> Iterator[tuple[Path, str]]:
     header = folder / "header.safetensors"
     header.write_bytes(good.read_bytes().replace(b'"dtype"', b'"dtypo"'))
     yield header, r"header\.safetensors is damaged, or no safetensors file: "
-    yield index(folder, x="gone.safetensors"), r"gone\.safetensors is missing"
+    yield index(folder, x="gone.safetensors"), r"gone\.safetensors is missing\. model\.s.*json says that 'x' is in it"
     yield index(folder, x="good.safetensors", y="good.safetensors"), r"good\.safetensors lacks tensors .* has: y"
-    for text in ("{", "[]", "{}", '{"weight_map": {"x": 1}}'):
-        (folder / "bad.index.json").write_text(text)
-        yield folder / "bad.index.json", r"bad\.index\.json is damaged, or no safetensors index"
+    library.save_file({"x": torch.ones(100), "z": torch.ones(1)}, folder / "more.safetensors")
+    yield (
+        index(folder, x="good.safetensors", z="more.safetensors"),
+        "'x' is in two files: .*/good.saf.* and .*/more.saf",
+    )
+    yield index(folder, x="more.safetensors"), r"unexpected \(1\):\n    z: float32 \(1,\)"
+    for text, problem in DAMAGED_INDEXES.items():
+        (folder / "bad.index.json").write_bytes(text)
+        yield folder / "bad.index.json", rf"bad\.index\.json is damaged, or no safetensors index: {problem}"
     library.save_file({"x": torch.ones(1)}, folder / "empty" / "a.safetensors")
     library.save_file({"x": torch.ones(1)}, folder / "empty" / "b.safetensors")
     yield folder / "empty", r"several: a\.safetensors, b\.safetensors\. Pass the path of one"
+
+
+def test_an_error_about_an_index_is_short(tmp_path: Path) -> None:
+    """The first of many missing files is named; a text with all names of a file is cut."""
+    with pytest.raises(CheckpointError, match=r"0 is missing\. model.safetensors.index.json says that '0' is in it\.$"):
+        StoredTensors.at(index(tmp_path, **{str(i): str(i) for i in range(10**5)}))
+    library.save_file({"x": torch.ones(1)}, tmp_path / "a")
+    for names in ({str(i): "a" for i in range(3 * 10**5)}, {"x" * 2**21: "a"}):
+        with pytest.raises(CheckpointError, match=r"lacks tensors .* \(and \d+ characters more\)$") as raised:
+            StoredTensors.at(index(tmp_path, **names))
+        assert len(str(raised.value)) < 1.1e6
 
 
 @pytest.mark.behaviour("F-12")
