@@ -467,6 +467,14 @@ class ParamGroup:
         self._note_registration()
         self.registration.show_sharded()
 
+    def renew_unsharded(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Make new unsharded tensors of ``parameters``, which are sharded, in place of those that a user replaced."""
+        for parameter in parameters:
+            gradient = parameter.unsharded.grad
+            parameter.build_unsharded(parameter.full, self.on_gradient)
+            parameter.unsharded.grad = gradient
+        self.register()
+
     def _note_registration(self) -> None:
         memory = [tensor for bucket in self.buckets for tensor in bucket.versioned]
         created = any(bucket.creates_parameters for bucket in self.buckets)

@@ -106,6 +106,9 @@ class Registration:
         self._sharded = [p.sharded for p in parameters]
         self._unsharded = [p.unsharded for p in parameters]
         self._unsharded_locals = [local_part(p.unsharded) for p in parameters]
+        self._fulls = [p.full for p in parameters]
+        with without_torch_function():  # the memory of DTensors is elsewhere: theirs is a mark of the object
+            self._wrappers = {k: _storage(u) for k, u in enumerate(self._unsharded) if isinstance(u, DTensor)}
         self._locals = [p.local for p in parameters]
         self._trainable = [p.trainable for p in parameters]
         owned = [(module, name, p) for p in parameters for module, name in p.owners]
@@ -218,6 +221,14 @@ class Registration:
         """
         with without_torch_function():
             return list(map(add, map(_version, self._unsharded), map(_version, self._unsharded_locals)))
+
+    def replaced_unsharded_data(self) -> list[ShardedParameter]:
+        """Return the parameters whose unsharded tensors a user gave other memory, which their group does not know."""
+        if self._created_by_gather:
+            return []
+        with without_torch_function():
+            known = dict(enumerate(map(_storage, self._fulls))) | self._wrappers
+            return [self._parameters[k] for k, u in enumerate(self._unsharded) if _storage(u) is not known[k]]
 
     def replaced_data(self) -> list[ShardedParameter]:
         """Return the parameters whose ``.data`` was assigned, which does not change their local tensors."""

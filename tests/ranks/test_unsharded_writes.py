@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.codecs import CommunicationPolicy, Int8
@@ -225,6 +227,58 @@ def write_through_data() -> None:
 @pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_writes_through_data_change_no_other_rank_and_are_named(environment: Environment) -> None:
     run_ranks(write_through_data, 2, environment=environment)
+
+
+def assign(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter * 0.5
+
+
+def set_storage(model: Any) -> None:
+    model[0].bias.set_(torch.zeros_like(model[0].bias))
+
+
+def from_vector(model: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()) * 0.5, model.parameters())
+
+
+def swap_objects(model: Any) -> None:
+    torch.utils.swap_tensors(model[0].weight, nn.Parameter(model[0].weight * 0.5))
+
+
+REPLACEMENTS: list[Callable[[Any], None]] = [assign, set_storage, from_vector, swap_objects]
+
+
+@torch.no_grad()
+def replace_tensors(setting: str, replacements: list[Callable[[Any], None]]) -> None:
+    """Give unsharded parameters other tensors. After the error they have their values, and get gradients, as before."""
+    shape, names, settings = SETTINGS[setting]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for replace, use, way in itertools.product(replacements, (None, evaluate, reset), ("unshard", "forward")):
+        model, reference = sharded(mesh, reshard_after_forward=False, **settings)
+        keep_unsharded(model, way)
+        replace(model)
+        with pytest.raises(ParameterError, match=r"'weight|bias' was given another tensor, as p\.data = "):
+            (model[0].reshard if use is None else functools.partial(use, model, reference))()
+        with suppress(ParameterError):  # of the other group
+            model.reset_iter_state()
+        check(model, reference, f"{replace.__name__}, {use}, {way}")
+        with torch.enable_grad():
+            for each in (model, reference):
+                each(batch(3)).square().sum().backward()
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert one.grad is not None
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+
+@pytest.mark.behaviour("H-02")
+def test_replaced_tensors_of_unsharded_parameters_are_refused() -> None:
+    run_ranks(replace_tensors, 2, "plain", REPLACEMENTS)
+
+
+@pytest.mark.behaviour("H-02")
+def test_replaced_tensors_are_refused_with_tensor_parallelism() -> None:
+    run_ranks(replace_tensors, 4, "tensor parallel", [assign, swap_objects])
 
 
 def refuse() -> None:

@@ -28,7 +28,7 @@ MOST_CODE = {
     ".": 676,
     "_api": 986,
     "_consistency": 1047,
-    "_core": 5678,
+    "_core": 5693,
     "checkpoint": 3761,
     "cli": 491,
     "codecs": 363,
@@ -37,13 +37,13 @@ MOST_CODE = {
     "interop": 54,
     "optim": 1514,
     "plan": 1128,
-    "plugins": 5104,
+    "plugins": 5113,
     "testing": 235,
     "wrap": 253,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22267
+MOST_CODE_OF_ALL = 22291
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -148,6 +148,12 @@ class _Known:
         self.versions = [0] * len(registration.unsharded_versions)
         self.by_modules: set[int] = set()
 
+    @property
+    def shows_writes(self) -> bool:
+        """True if version counters have moved, or parameters have other memory."""
+        registration = self.registration
+        return registration.unsharded_versions != self.versions or bool(registration.replaced_unsharded_data())
+
     def changed(self) -> set[int]:
         """Return the indices of the parameters with other version counters, and record these."""
         known, self.versions = self.versions, self.registration.unsharded_versions
@@ -165,11 +171,13 @@ class UnshardedWrites(Observer):
         self._refused: list[ParameterError] = []
 
     def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+        errors = []
         for state in root.states.values():
             if state.kept is not None and state.group.parameter_state is _UNSHARDED:
                 known = self._known.get(state)
-                if known is not None and known.registration.unsharded_versions != known.versions:
-                    _raise(_keep_writes(root, state, known, compares_values=False))
+                if known is not None and known.shows_writes:
+                    errors.append(_keep_writes(root, state, known, compares_values=False))
+        _raise(*errors)  # once all groups have their own values
 
     def before_end(self, root: ObservedRoot, which: Pass) -> Sequence[Work]:
         for state in root.states.values():
@@ -228,7 +236,8 @@ def _keep_writes(
     group = state.group
     written = {group.parameters[k] for k in known.changed()}
     unlike = {group.parameters[k] for k in known.by_modules}
-    shards_changed, refused = root.plans.is_stale(state), dict[str, str]()
+    shards_changed, replaced = root.plans.is_stale(state), group.registration.replaced_unsharded_data()
+    refused = {p.name: "was given another tensor, as p.data = ..., set_() and swap_tensors() do" for p in replaced}
     for bucket in group.buckets:
         for k, parameter in enumerate(bucket.parameters):
             is_counted = parameter in written
@@ -239,6 +248,8 @@ def _keep_writes(
     if refused:
         group.reshard()
         state.kept = None
+        if replaced:
+            group.renew_unsharded(replaced)
         reasons = "; ".join(f"{name!r} {reason}" for name, reason in refused.items())
         return ParameterError(
             f"parameters {[*refused]} of {state.name!r} were changed while they were unsharded, and the change cannot "
