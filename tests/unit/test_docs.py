@@ -33,6 +33,9 @@ README = ROOT / "README.md"
 NOT_RUN = {"docs/how-to/cuda-graphs.md", "docs/upstream.md"}
 """Pages with a block that cannot run here: it needs a GPU, or ends when torch has corrupted memory."""
 
+NEEDS = {"docs/how-to/hugging-face.md": ["transformers"], "docs/how-to/low-precision.md": ["torchao"]}
+"""Optional packages of pages."""
+
 ANYTHING = "whatever it shows\n"
 """The wanted output of statements in blocks without ``>>>``."""
 
@@ -114,8 +117,8 @@ def test_there_are_examples_to_run() -> None:
 @pytest.mark.parametrize("test", [pytest.param(test, id=test.name) for test in PAGES + DOCSTRINGS])
 def test_docs_examples_pass(test: doctest.DocTest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
-    if test.name == "docs/how-to/hugging-face.md":
-        pytest.importorskip("transformers", reason="needs transformers: make install")
+    for package in NEEDS.get(test.name, ()):
+        pytest.importorskip(package, reason=f"needs {package}: make install")
     assert not failures(test), failures(test)
 
 
@@ -137,6 +140,13 @@ def test_documented_extensions_train_on_two_ranks(name: str) -> None:
 def test_the_program_of_the_compile_page_has_the_losses_of_the_eager_model(options: tuple[str, ...]) -> None:
     said = run_script_on_ranks("examples/compiled.py", "--backend", "aot_eager", *options)
     assert said.count("0e+00 from the eager model") == 2, said
+
+
+@pytest.mark.multiprocess
+def test_the_program_of_the_reinforcement_page_is_rewarded_more_and_more() -> None:
+    said = run_script_on_ranks("examples/grpo.py", "--steps", "26")
+    rewards = [float(reward) for reward in re.findall(r"^step \d+ reward ([\d.]+)$", said, re.MULTILINE)]
+    assert rewards[0] < 0.2 < 0.5 < rewards[-1], said
 
 
 @pytest.mark.multiprocess

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_a_submodule_sharded_by_torch_is_refused() -> None:
     gc.collect()
 
 
-def fake_accelerate(monkeypatch: pytest.MonkeyPatch) -> type:
+def fake_accelerate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Put modules in the place of accelerate's, with a state that drops its plugin on CPU, and return its class."""
 
     class State:
@@ -137,11 +138,12 @@ def fake_accelerate(monkeypatch: pytest.MonkeyPatch) -> type:
             self.fsdp_plugin: object = None
 
     kinds = SimpleNamespace(MULTI_CPU="MULTI_CPU", FSDP="FSDP")
-    for name, members in {
+    fakes: dict[str, dict[str, object]] = {
         "accelerate": {},
         "accelerate.state": {"AcceleratorState": State, "PartialState": State},
         "accelerate.utils": {"DistributedType": kinds},
-    }.items():
+    }
+    for name, members in fakes.items():
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
