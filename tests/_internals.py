@@ -228,7 +228,6 @@ if TYPE_CHECKING:
     from composable_fsdp.plan.known_accelerators import KnownAccelerator, as_accelerator
     from composable_fsdp.plan.make_plan import pinned_waste
     from composable_fsdp.plan.simulate import (
-        AxisCosts,
         CollectiveCost,
         Costs,
         GroupSpec,

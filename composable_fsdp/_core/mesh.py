@@ -58,12 +58,6 @@ class DataParallelAxes:
         """The number of data-parallel ranks, by which the mean of gradients divides."""
         return self.shard.size * self.replicate.size
 
-    @property
-    def names(self) -> tuple[str, str]:
-        """The names of the shard axis and of the replicate axis in the mesh. See also :func:`axis_names`."""
-        known = self.mesh.mesh_dim_names or ()
-        return known[-1] if known else "shard", known[0] if len(known) > 1 else "replicate"
-
     def on(self, device: torch.device | str | int) -> DataParallelAxes:
         """Return these axes for a rank that computes on ``device``; an int is a device index of the mesh's device type.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
-from composable_fsdp.plan.simulate import AxisCosts, CollectiveCost
+from composable_fsdp.plan.simulate import CollectiveCost
 
 KnownAccelerator = Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb", "mi300x-192gb", "cpu"]
 
@@ -78,12 +78,10 @@ class Accelerator:
         memory = self.memory_gb_s * 1e9 if self.memory_gb_s else self.tflops * 1e12 / 300
         return max(flops / (1e12 * peak), nbytes / memory) / self.efficiency
 
-    def axis_costs(self, *, crosses_hosts: bool) -> AxisCosts:
-        """Return the costs of collectives between ranks of one host, or of several."""
+    def collective_cost(self, *, crosses_hosts: bool) -> CollectiveCost:
+        """Return the cost of an all-gather or a reduce-scatter between ranks of one host, or of several."""
         gbit = self.gbit if crosses_hosts else self.link_gbit or self.gbit
-        cost = CollectiveCost(self.latency_us * 1e-6, gbit * 1e9 / 8, self.per_rank_us * 1e-6)
-        both = CollectiveCost(2 * cost.latency, cost.bandwidth / 2, 2 * cost.per_rank)
-        return AxisCosts(cost, cost, both)
+        return CollectiveCost(self.latency_us * 1e-6, gbit * 1e9 / 8, self.per_rank_us * 1e-6)
 
 
 _OPTIONAL = ("tflops_fp32", "memory_gb_s", "link_gbit")

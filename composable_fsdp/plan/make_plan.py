@@ -36,7 +36,7 @@ from composable_fsdp._core.state import find_state, state_of
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, FSDPError
 from composable_fsdp.plan.known_accelerators import Accelerator, KnownAccelerator, as_accelerator
 from composable_fsdp.plan.plan_values import Plan, Row
-from composable_fsdp.plan.simulate import AxisCosts, Costs, predict
+from composable_fsdp.plan.simulate import Costs, predict
 from composable_fsdp.plan.simulated_job import KINDS, MemoryLedger, mesh_shape, simulated_job
 from composable_fsdp.policies import CPUOffloadPolicy
 
@@ -224,13 +224,20 @@ class _Computation(Observer):
         self._left = self._ledger.seconds if self._running else None
 
     def costs(self, shape: tuple[int, ...], accelerator: Accelerator) -> Costs:
-        """Return the costs of a step like the one so far, on a mesh of ``shape`` of ``accelerator``."""
+        """Return the costs of a step like the one so far, on a mesh of ``shape`` of ``accelerator``.
+
+        Neighbouring ranks shard, and are on one host as far as they fit.
+        """
         forward, backward = (
             {name: seconds for (is_back, name), seconds in self._seconds.items() if is_back is in_backward}
             for in_backward in (False, True)
         )
         copy_bandwidth = 1 / accelerator.seconds(0.0, 2, torch.float32)  # a byte is read and written
-        return Costs(_axes(shape, accelerator), forward, backward, copy_bandwidth)
+        shard, replicate = (
+            accelerator.collective_cost(crosses_hosts=ranks > accelerator.ranks_per_host)
+            for ranks in (shape[-1], prod(shape))
+        )
+        return Costs(shard, replicate, forward, backward, copy_bandwidth)
 
 
 _DIRECTIONS = {Hook.PRE_FORWARD: "forward", Hook.PRE_BACKWARD: "backward"}
@@ -404,12 +411,3 @@ def pinned_waste(buckets: Iterable[BucketPlan]) -> int:
         sizes = (bucket.shard_bytes, bucket.reduce.sharded_numel * gradient_dtype.itemsize)
         waste += sum(pinned_bytes(nbytes) - nbytes for nbytes in sizes) if bucket.pins_memory else 0
     return waste
-
-
-def _axes(shape: tuple[int, ...], accelerator: Accelerator) -> dict[str, AxisCosts]:
-    """Return the costs of the mesh axes. Neighbouring ranks shard, and are on one host as far as they fit."""
-    shards, ranks = shape[-1], prod(shape)
-    return {
-        "": accelerator.axis_costs(crosses_hosts=shards > accelerator.ranks_per_host),
-        "replicate": accelerator.axis_costs(crosses_hosts=ranks > accelerator.ranks_per_host),
-    }

@@ -10,10 +10,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from composable_fsdp._core.comm import Communicator
 from composable_fsdp._core.events import Event, Hook, Pass
 from composable_fsdp._core.group_plan import GroupPlan
-from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.plan.dry_run import (
@@ -52,19 +50,10 @@ class CollectiveCost:
             ranks: the number of ranks.
             messages: the number of collectives, launched one after the other.
         """
-        if ranks == 1:
+        if ranks == 1 or not nbytes:
             return 0.0
         sent = nbytes * (ranks - 1) / ranks
         return messages * (self.latency + self.per_rank * (ranks - 1)) + sent / self.bandwidth
-
-
-@dataclass(frozen=True, slots=True)
-class AxisCosts:
-    """The costs of the collectives of one mesh axis. Those of an all-reduce are for the bytes of its tensor."""
-
-    all_gather: CollectiveCost
-    reduce_scatter: CollectiveCost
-    all_reduce: CollectiveCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +61,19 @@ class Costs:
     """The costs of the collectives of a model, and of its computation.
 
     Args:
-        axes: the costs of each mesh axis, by its name in the mesh. Those of ``""`` are for all other axes.
+        shard: the cost of an all-gather or a reduce-scatter over the shard axis.
+        replicate: the same over the replicate axis. An all-reduce there takes twice as long.
         forward: seconds of the forward of each group's own modules in a step, without nested groups, by name of the
             group.
         backward: the same for the backward.
         copy_bandwidth: bytes per second at which a device copies its memory. ``None`` if copies take no time.
     """
 
-    axes: Mapping[str, AxisCosts]
+    shard: CollectiveCost
+    replicate: CollectiveCost
     forward: Mapping[str, float] = field(default_factory=dict)
     backward: Mapping[str, float] = field(default_factory=dict)
     copy_bandwidth: float | None = None
-
-    def axis(self, name: str) -> AxisCosts:
-        """Return the costs of the mesh axis ``name``."""
-        return self.axes.get(name) or self.axes[""]
 
     def copy_seconds(self, nbytes: int) -> float:
         """Return the seconds for a copy of ``nbytes`` bytes in device memory."""
@@ -100,8 +87,8 @@ class GroupSpec:
     Args:
         full_bytes: the size of the full parameters in bytes, in whatever memory.
         gradient_bytes: the bytes of its gradients over all ranks.
-        axis: the name of the mesh axis that shards it, and ``ranks`` the number of its ranks.
-        replicate_axis: the same of the axis over which it is replicated, with ``replicas`` ranks.
+        ranks: the number of ranks that shard it.
+        replicas: the number of ranks over which it is replicated.
         separate_reduce: its reduce-scatters have a process group of their own, and run beside all-gathers.
         gather_messages: the number of messages of its all-gather.
         gather_copied_bytes: the bytes of its all-gather that are copied out of messages.
@@ -110,9 +97,7 @@ class GroupSpec:
 
     full_bytes: int = 0
     gradient_bytes: int = 0
-    axis: str = ""
     ranks: int = 1
-    replicate_axis: str = ""
     replicas: int = 1
     separate_reduce: bool = False
     gather_messages: int = 1
@@ -120,17 +105,14 @@ class GroupSpec:
     gradient_messages: int = 1
 
 
-def spec_of(state: FSDPState, axes: Mapping[DataParallelAxes, tuple[str, str]]) -> GroupSpec:
-    """Return the properties of ``state``. ``axes`` has the names of all mesh axes."""
+def spec_of(state: FSDPState) -> GroupSpec:
+    """Return the properties of ``state``."""
     pgs, plan = state.group.process_groups[0], state.group.plan
-    shard_axis, replicate_axis = axes[pgs.axes]
     gathered = [bucket for bucket in plan.buckets if bucket.is_gathered]
     return GroupSpec(
         full_bytes=plan.full_bytes,
         gradient_bytes=plan.gradient_bytes,
-        axis=shard_axis,
         ranks=pgs.axes.shard.size,
-        replicate_axis=replicate_axis,
         replicas=pgs.replicate.size,
         separate_reduce=pgs.channels.has_separate_scatter,
         gather_messages=1 if pgs.gather.traits.coalesces else gather_messages(plan),
@@ -150,25 +132,6 @@ def gather_messages(plan: GroupPlan) -> int:
 def gradient_messages(plan: GroupPlan) -> int:
     """Return the number of transfers of one reduction. Those that share a message count once."""
     return sum(bool(bucket.reduce.packed) + len(bucket.reduce.zero_copy) for bucket in plan.buckets)
-
-
-def axis_names(meshes: Iterable[DataParallelAxes]) -> dict[DataParallelAxes, tuple[str, str]]:
-    """Return the names of the shard axis and of the replicate axis of each mesh, for tables of costs.
-
-    Axes with one name and different process groups are numbered in the order of ``meshes``: "shard", "shard 2".
-    """
-    known: dict[str, list[Communicator]] = {}
-    found = {}
-    for mesh in meshes:
-        names = []
-        for name, communicator in zip(mesh.names, (mesh.shard, mesh.replicate), strict=True):
-            same = known.setdefault(name, [])
-            if communicator.size > 1 and communicator not in same:
-                same.append(communicator)
-            number = same.index(communicator) if communicator.size > 1 else 0
-            names.append(f"{name} {number + 1}" if number else name)
-        found[mesh] = names[0], names[1]
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +170,7 @@ class Timeline:
 
 def predict(root: Root, costs: Costs) -> Timeline:
     """Return the timeline of the next iteration of ``root`` that trains."""
-    axes = axis_names(pgs.axes for state in root.states.values() for pgs in state.group.process_groups)
-    specs = {name: spec_of(state, axes) for name, state in root.states.items()}
+    specs = {name: spec_of(state) for name, state in root.states.items()}
     steps, current = [], Pass.FORWARD
     for event, actions in schedule_of(root):
         current = Pass.BACKWARD if event.hook is Hook.PRE_BACKWARD else current
@@ -287,10 +249,9 @@ class _Simulation:
 
     def _gather(self, names: Sequence[str], label: str) -> None:
         specs = [self.specs[name] for name in names]
-        first = specs[0]
         count = _messages(spec.gather_messages for spec in specs)
-        seconds = self._seconds("all_gather", first.axis, sum(spec.full_bytes for spec in specs), first.ranks, count)
-        end = self._send("gather", first.axis, label, seconds, self.now)
+        seconds = self.costs.shard.seconds(sum(spec.full_bytes for spec in specs), specs[0].ranks, count)
+        end = self._send("gather", "shard", label, seconds, self.now)
         self.arrivals.update(dict.fromkeys(names, end))
         shared = [sum(spec.gather_copied_bytes for spec in specs)]
         self.to_copy.update((name, shared) for name in names)
@@ -305,21 +266,12 @@ class _Simulation:
         first, nbytes = specs[0], sum(spec.gradient_bytes for spec in specs)
         self.compute(f"copy in of {label}", self.costs.copy_seconds(nbytes))
         count = _messages(spec.gradient_messages for spec in specs)
-        group = f"{first.axis} (reductions)" if first.separate_reduce else first.axis
-        seconds = self._seconds("reduce_scatter", first.axis, nbytes, first.ranks, count)
-        end = self._send("reduce", group, label, seconds, self.now)
+        group = "reductions" if first.separate_reduce else "shard"
+        end = self._send("reduce", group, label, self.costs.shard.seconds(nbytes, first.ranks, count), self.now)
         if first.replicas > 1:
-            axis, shard = first.replicate_axis, nbytes // first.ranks
-            seconds = self._seconds("all_reduce", axis, shard, first.replicas)
-            end = self._send("replicate", axis, f"all-{label}", seconds, end)
+            seconds = 2 * self.costs.replicate.seconds(nbytes // first.ranks, first.replicas)
+            end = self._send("replicate", "replicate", f"all-{label}", seconds, end)
         self.reductions.append(end)
-
-    def _seconds(self, kind: str, axis: str, nbytes: int, ranks: int, messages: int = 1) -> float:
-        """Return the seconds of a collective. Without other ranks or bytes there is none."""
-        if ranks == 1 or not nbytes:
-            return 0.0
-        cost: CollectiveCost = getattr(self.costs.axis(axis), kind)
-        return cost.seconds(nbytes, ranks, messages)
 
     def _send(self, stream: str, group: str, label: str, seconds: float, ready: float) -> float:
         """Launch a collective of a process group that is ``ready`` at a time. Return the time at which it ends."""
