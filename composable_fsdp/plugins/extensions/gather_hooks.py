@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 from weakref import ref
 
 import torch
@@ -43,30 +43,9 @@ class Payload:
     metadata: Any
 
 
-class GatherExtension(Protocol):
-    """How one parameter is encoded for an all-gather and decoded after it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def local(self) -> torch.Tensor: ...
-
-    def pre_all_gather(self) -> Payload:
-        """Return the payload of this rank."""
-        ...
-
-    def post_all_gather(
-        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Make the full tensor, on the first all-gather; return it and the tensors that it is made of."""
-        ...
-
-    def refill(
-        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor
-    ) -> object:
-        """Fill ``out``, which the first all-gather made. The result is used for checks only."""
-        ...
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Made: TypeAlias = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
+"""The full tensor and the tensors that it is made of."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +68,11 @@ class PlainExtension:
         values = plain_values(self.name, self.local, self.dtype)
         return Payload((values.movedim(self.dim, 0).contiguous(),), None)
 
-    def post_all_gather(
-        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def post_all_gather(self, outputs: Tensors, metadata: object, dtype: torch.dtype) -> Made:
         full = outputs[0].movedim(0, self.dim).contiguous()
         return full, (full,)
 
-    def refill(
-        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor
-    ) -> object:
+    def refill(self, outputs: Tensors, metadata: object, dtype: torch.dtype, out: torch.Tensor) -> object:
         if out.data_ptr() != outputs[0].data_ptr():
             out.copy_(outputs[0].movedim(0, self.dim))
         return None
@@ -114,14 +89,10 @@ class ViewExtension:
     def pre_all_gather(self) -> Payload:
         return Payload((), None)
 
-    def post_all_gather(
-        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def post_all_gather(self, outputs: Tensors, metadata: object, dtype: torch.dtype) -> Made:
         return self.view, ()
 
-    def refill(
-        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor
-    ) -> object:
+    def refill(self, outputs: Tensors, metadata: object, dtype: torch.dtype, out: torch.Tensor) -> object:
         return None
 
 
@@ -198,16 +169,12 @@ class Extension:
             )
         return Payload(tuple(t.contiguous() for t in result[0]), result[1])
 
-    def refill(
-        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor
-    ) -> object:
-        """Call the second hook to fill ``out``, which the first call made."""
+    def refill(self, outputs: Tensors, metadata: object, dtype: torch.dtype, out: torch.Tensor) -> object:
+        """Call the second hook to fill ``out``, which the first call made. The result is used for checks only."""
         result: object = cast(Any, self.local).fsdp_post_all_gather(tuple(outputs), metadata, dtype, out=out)
         return result
 
-    def post_all_gather(
-        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def post_all_gather(self, outputs: Tensors, metadata: object, dtype: torch.dtype) -> Made:
         """Call the second hook for the first time; return the full tensor and the tensors that it is made of."""
         result = cast(Any, self.local).fsdp_post_all_gather(tuple(outputs), metadata, dtype)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
@@ -224,6 +191,9 @@ class Extension:
             )
         return full, tuple(result[1])
 
+
+GatherExtension: TypeAlias = Extension | ViewExtension | PlainExtension
+"""How one parameter is encoded for an all-gather and decoded after it."""
 
 _MARKS = (0xA5, 0x5A, 0xC3, 0x3C)
 _MARKED_BYTES = 64

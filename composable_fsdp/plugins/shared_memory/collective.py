@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -64,48 +64,6 @@ def plan_rounds(ranges: tuple[StagedRange, ...], capacity: int) -> tuple[Round, 
     return (*rounds, tuple(pieces))
 
 
-class Operation(Protocol):
-    """One entry of the sequence of operations, which is the same on all ranks."""
-
-    @property
-    def label(self) -> str:
-        """The name of the operation in errors."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes, which must be the same on all ranks."""
-        ...
-
-    @property
-    def shape(self) -> int:
-        """A hash of the tensors' sizes, which must be the same on all ranks."""
-        ...
-
-    @property
-    def num_rounds(self) -> int:
-        """The number of rounds, at least one."""
-        ...
-
-    @property
-    def segment(self) -> Segment | None:
-        """Memory that this rank shares with all others, or ``None``."""
-        ...
-
-    @property
-    def staged_bytes(self) -> int:
-        """The bytes used in this rank's staging block, from its start."""
-        ...
-
-    def stage(self, round: int, memory: torch.Tensor) -> None:
-        """Copy in what peers receive in ``round``, to this rank's staging block ``memory``."""
-        ...
-
-    def deliver(self, round: int, memories: Sequence[torch.Tensor | None]) -> None:
-        """Copy out, or sum, what every rank staged for ``round``; ``memories`` are the staging blocks by rank."""
-        ...
-
-
 class _Pair(NamedTuple):
     """A 1-d output and input. Each is one row of ``numel`` elements, or one such row per rank."""
 
@@ -118,6 +76,12 @@ class StagedCollective:
     """A collective in which peers receive different rows or the same row, and sum or concatenate them.
 
     Its rounds alternate between the two slots of a staging block.
+
+    Attributes:
+        label: the name of the operation in errors.
+        nbytes: the size in bytes, which must be the same on all ranks.
+        shape: a hash of the tensors' sizes, which must be the same on all ranks.
+        segment: memory that this rank shares with all others, or ``None``.
     """
 
     segment: Segment | None = None
@@ -135,15 +99,18 @@ class StagedCollective:
 
     @property
     def num_rounds(self) -> int:
+        """The number of rounds, at least one."""
         return len(self._rounds)
 
     @property
     def staged_bytes(self) -> int:
+        """The bytes used in this rank's staging block, from its start."""
         if len(self._rounds) > 1:
             return 2 * SLOT_BYTES
         return max((p.offset + p.stride * (self._size if self._to_each else 1) for p in self._rounds[0]), default=0)
 
     def stage(self, round: int, memory: torch.Tensor) -> None:
+        """Copy in what peers receive in ``round``, to this rank's staging block ``memory``."""
         rows = [row for row in range(self._size) if row != self._rank] if self._to_each else [0]
         with torch.inference_mode():
             for piece in self._rounds[round]:
@@ -153,6 +120,7 @@ class StagedCollective:
                     staged.copy_(tensor[row * numel + piece.start : row * numel + piece.stop])
 
     def deliver(self, round: int, memories: Sequence[torch.Tensor | None]) -> None:
+        """Copy out, or sum, what every rank staged for ``round``; ``memories`` are the staging blocks by rank."""
         with torch.inference_mode():  # inference mode permits in-place writes to any tensor
             for piece in self._rounds[round]:
                 self._deliver(round, piece, memories)
@@ -220,3 +188,7 @@ class Barrier:
 
     def deliver(self, round: int, memories: Sequence[torch.Tensor | None]) -> None:
         self.memory = memories[0]
+
+
+Operation = StagedCollective | Barrier
+"""One entry of the sequence of operations, which is the same on all ranks."""
