@@ -7,7 +7,6 @@ step the tensors of at most two buckets are on the device, the one that is stepp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from math import inf, prod
 from typing import Any, NamedTuple, TypeVar
@@ -445,7 +444,7 @@ class _Update:
 
 
 class _Transfers:
-    """Brings the state of ``buckets``, all of one device, to it and back, in their order, by a thread.
+    """Brings the state of ``buckets``, all of one device, to it and back, in their order, on two streams.
 
     There are two slots on the device. A bucket takes that of the last but one, once that one has gone back.
     """
@@ -455,57 +454,43 @@ class _Transfers:
         self._module = device_capabilities(device).module
         nbytes = max(bucket.nbytes for bucket in buckets)
         self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._departed: Any = None
         self._in, self._out = self._module.Stream(), self._module.Stream()
         for stream in (self._in, self._out):
             stream.wait_stream(self._module.current_stream())  # the memory of the slots may be in use until now
-        set_device = partial(self._module.set_device, device)  # a new thread has device 0
-        self._thread = ThreadPoolExecutor(1, "optimizer-state", set_device)
-        self._arrivals = [self._thread.submit(self._fetch, number) for number in range(min(2, len(buckets)))]
-        self._returns: list[Future[None]] = []
+        self._arrivals: list[Any] = []
+        for number in range(2):
+            self._fetch(number)
+
+    def _fetch(self, number: int) -> None:
+        """Copy the state of a bucket to its slot, after the one that had it has gone back."""
+        if number < len(self._buckets):
+            bucket = self._buckets[number]
+            self._in.wait_stream(self._out)
+            if bucket.rest is not None:
+                with self._module.stream(self._in):
+                    self._slots[number % 2][: bucket.nbytes].copy_(bucket.rest, non_blocking=True)
+            self._arrivals.append(self._in.record_event())
 
     def stage(self, number: int, leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
         """Put the state of a bucket on the device, and return its tensors. ``leaves`` are where it rests."""
-        arrival, bucket = self._arrivals[number].result(), self._buckets[number]
+        bucket = self._buckets[number]
         if bucket.rest is None:
             return bucket.resting
-        self._module.current_stream().wait_event(arrival)
+        self._module.current_stream().wait_event(self._arrivals[number])
         return bucket.put(leaves, self._slots[number % 2])
 
     def send_back(self, number: int, leaves: Sequence[_Leaf] | None) -> None:
         """Bring back the state of a bucket, which is in ``leaves``, unless it rests already. Fetch another one."""
         bucket = self._buckets[number]
         if leaves is not None and bucket.rest is not None:
-            stepped = self._module.current_stream().record_event()
             bucket.restore(leaves)
-            self._returns.append(self._thread.submit(self._return, number, bucket.rest, stepped))
-        if number + 2 < len(self._buckets):
-            self._arrivals.append(self._thread.submit(self._fetch, number + 2))
+            self._out.wait_stream(self._module.current_stream())
+            with self._module.stream(self._out):
+                bucket.rest.copy_(self._slots[number % 2][: bucket.nbytes], non_blocking=True)
+        self._fetch(number + 2)
 
     def finish(self) -> None:
         """Wait for everything."""
-        self._thread.shutdown()
         for stream in (self._in, self._out):
             self._module.current_stream().wait_stream(stream)  # the memory of the slots returns to it
         self._out.synchronize()  # the host may read it next
-        for each in self._returns:
-            each.result()
-
-    # -- on the thread
-
-    def _fetch(self, number: int) -> Any:
-        """Return the event of the arrival."""
-        bucket = self._buckets[number]
-        if bucket.rest is None:
-            return None
-        if self._departed is not None:
-            self._in.wait_event(self._departed)
-        with self._module.stream(self._in):
-            self._slots[number % 2][: bucket.nbytes].copy_(bucket.rest, non_blocking=True)
-        return self._in.record_event()
-
-    def _return(self, number: int, rest: torch.Tensor, stepped: Any) -> None:
-        self._out.wait_event(stepped)
-        with self._module.stream(self._out):
-            rest.copy_(self._slots[number % 2][: len(rest)], non_blocking=True)
-        self._departed = self._out.record_event()

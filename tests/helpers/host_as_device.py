@@ -18,9 +18,9 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 @contextmanager
-def host_as_device(**replaced: Any) -> Iterator[None]:
-    """Have ``offload_optimizer`` move the state of parameters on the host. ``replaced`` are other names it uses."""
-    names = {"is_host": lambda _: False, **replaced}
+def host_as_device() -> Iterator[None]:
+    """Have ``offload_optimizer`` move the state of parameters on the host."""
+    names = {"is_host": lambda _: False}
     synchronize = mock.patch.object(torch.cpu.Stream, "synchronize", create=True)
     with synchronize, mock.patch.dict(offload_optimizer.__globals__, names):
         yield

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -157,19 +155,6 @@ def test_checkpoints_resume_on_other_numbers_of_ranks_with_and_without_offload(k
 # -- accelerators
 
 
-class AtOnce:
-    """Runs what is submitted at once: the simulated accelerator has one current stream for all threads."""
-
-    def __init__(self, *_: object) -> None: ...
-
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(function(*args))
-        return future
-
-    def shutdown(self) -> None: ...
-
-
 def shards(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     found = {}
     for name, p in model.named_parameters():
@@ -186,7 +171,7 @@ def test_copies_have_no_races_on_a_device(kept: int) -> None:
     """Step on a simulated device, which would find an access that its streams do not order."""
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
     models = []
-    with simulated_accelerator() as device, host_as_device(ThreadPoolExecutor=AtOnce):
+    with simulated_accelerator() as device, host_as_device():
         for is_offloaded in (False, True):
             torch.manual_seed(0)
             model = fully_shard(UnevenMLP(), mesh=mesh)
