@@ -29,7 +29,6 @@ from composable_fsdp._core.events import (
     Pass,
 )
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.group_plan import GroupPlan
 from composable_fsdp._core.launch import GroupReduction
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import OBSERVERS, Observer
@@ -268,7 +267,7 @@ def schedule_of(root: Root) -> Schedule:
     of the last forward. Before a first forward it is empty.
     """
     events = StepRecorder.of(root).step
-    replay = Replay(root, Snapshot.of(root, has_stepped=True, at_rest=not events))
+    replay = Replay(root, has_stepped=True, at_rest=not events)
     replay.play(events or events_of(root.plans.known, root.states))
     return Schedule(tuple(Step(event, tuple(actions)) for event, actions in replay.steps))
 
@@ -329,108 +328,43 @@ def _params_after_nested(state: FSDPState) -> list[int]:
     return [i for i, p in enumerate(state.group.parameters) if any(id(module) in later for module, _ in p.owners)]
 
 
-@dataclass(frozen=True)
-class GroupSnapshot:
-    """The state of one group between passes."""
-
-    options: Options
-    plan: GroupPlan
-    parameters: ParameterState = ParameterState.SHARDED
-    gradients: GradientState = GradientState.NONE
-    were_summed: bool = False
-    has_partial: bool = False
-    is_kept: bool = False
-    is_frozen: bool = False
-    is_stale: bool = False
-    was_flipped: bool = False
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """All that a pass of a root depends on when it begins, beside its events."""
-
-    groups: Mapping[str, GroupSnapshot]
-    known: ForwardRecord
-    fused: Mapping[str, tuple[str, ...]]
-    dissolved: Sequence[str]
-    """The groups whose fusion was given up."""
-    are_in_flight: bool
-    waits_after_backward: bool
-
-    @classmethod
-    def of(cls, root: Root, *, has_stepped: bool = False, at_rest: bool = False) -> Snapshot:
-        """Return the snapshot of ``root`` now, or with ``has_stepped`` after another step of its optimizers.
-
-        With ``at_rest``, all groups are sharded, without gradients: the same on every rank.
-        """
-        groups = {}
-        for name, state in root.states.items():
-            group, kept = state.group, state.kept
-            groups[name] = GroupSnapshot(state.options, state.group.plan)
-            if not at_rest:
-                has_changed = has_stepped and kept is not None and not kept.is_frozen
-                groups[name] = replace(
-                    groups[name],
-                    parameters=state.group.parameter_state,
-                    gradients=group.gradient_state,
-                    were_summed=group.were_summed,
-                    has_partial=group.partial is not None,
-                    is_kept=kept is not None,
-                    is_frozen=kept is not None and kept.is_frozen,
-                    is_stale=has_changed or root.plans.is_stale(state),
-                    was_flipped=state.group.was_flipped,
-                )
-        plans, waits = root.plans, root.waits_after_backward
-        dissolved = [] if at_rest else [state.name for state in root.queue.dissolved]
-        are_in_flight = root.queue.are_in_flight and not at_rest
-        return cls(groups, plans.known, plans.fused, dissolved, are_in_flight, waits)
-
-
 class Replay:
-    """A root like ``real``, without tensors, on which events are played. ``steps`` are the actions of each hook."""
+    """A root like ``real``, without tensors, on which events are played. ``steps`` are the actions of each hook.
 
-    def __init__(self, real: Root, start: Snapshot) -> None:
+    Args:
+        real: the root, between passes.
+        has_stepped: as it is after another step of its optimizers.
+        at_rest: all groups are sharded, without gradients: the same on every rank.
+    """
+
+    def __init__(self, real: Root, *, has_stepped: bool = False, at_rest: bool = False) -> None:
         self.steps: list[tuple[Event, list[Action]]] = []
         self._copies = {state: copy.copy(state) for state in real.states.values()}
         for state, dry in self._copies.items():
-            dry.group = DryGroup(state.group)
+            dry.group = DryGroup(state.group, at_rest=at_rest)
             dry.calls_under_way, dry.run, dry.open_calls, dry.backward_wrappers = [], None, 0, BackwardWrappers()
             dry.keeps_unsharded = None  # that of the last forward
         for state, dry in self._copies.items():
             dry.owner_states = tuple(self._copies[owner] for owner in state.owner_states if owner in self._copies)
             dry.user_states = [ref(self._copies[user]) for user in alive(state.user_states) if user in self._copies]
+            dry.options = self._of_copies(state.options)
         self._task, self._launcher = _ReplayedTask(), DryLauncher(self._note, has_streams=real.launcher.has_streams)
         states = {name: self._copies[state] for name, state in real.states.items()}
         passes, observers = cast(Any, _Unwatched()), (_Hooks(self.steps), *(o for o in OBSERVERS if o.is_replayed))
         root = Root(self._copies[real.root_state], states, self._launcher, cast(Any, self._task), passes, observers)
-        self._root = root
+        self._root, plans = root, root.plans
         self._calls: dict[int, ForwardCall] = {}
-        self._restored: Mapping[str, GroupSnapshot] = {}
         root.is_verified = True
-        self.restore(start)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Make the root as it was at ``snapshot``."""
-        root, plans = self._root, self._root.plans
-        if not snapshot.are_in_flight:
-            root.drain()
-        plans.known, plans.fused = snapshot.known, snapshot.fused
-        root.finalization.is_last_backward = snapshot.waits_after_backward
-        for name, of_group in snapshot.groups.items():
-            state = root.states[name]
-            if not self._restored or self._restored[name].options is not of_group.options:
-                state.options = self._of_copies(of_group.options)
-            cast(DryGroup, state.group).restore(of_group)
-            kept = Kept(-of_group.is_stale, plans.steps.number, of_group.is_frozen)
-            state.kept = kept if of_group.is_kept else None
+        plans.known, plans.fused = real.plans.known, real.plans.fused
+        root.finalization.is_last_backward = real.waits_after_backward
+        for state, dry in self._copies.items():
+            kept, dry.kept = state.kept, None
+            if kept is not None and not at_rest:
+                is_stale = (has_stepped and not kept.is_frozen) or real.plans.is_stale(state)
+                dry.kept = Kept(-is_stale, plans.steps.number, kept.is_frozen)
         plans.refresh()
-        if not self._restored:
-            root.queue.dissolve(root.states[name] for name in snapshot.dissolved)
-        self._restored = snapshot.groups
-
-    @property
-    def states(self) -> Mapping[str, FSDPState]:
-        return self._root.states
+        if not at_rest:
+            root.queue.dissolve(self._copies[state] for state in real.queue.dissolved)
 
     def _of_copies(self, options: Options) -> Options:
         """Return ``options`` with dry states in place of real ones."""
@@ -442,9 +376,9 @@ class Replay:
         )
         return replace(options, forward_prefetch=forward, backward_prefetch=backward)
 
-    def play(self, events: Iterable[tuple[Any, ...]], calls: dict[int, ForwardCall] | None = None) -> None:
-        """Play recorded events. ``calls`` are those of earlier events of the list, by number, and get these ones."""
-        self._calls = {} if calls is None else calls
+    def play(self, events: Iterable[tuple[Any, ...]]) -> None:
+        """Play the recorded events of a step."""
+        self._calls.clear()
         for kind, *values in events:
             getattr(self, f"_{kind}")(*values)
 
@@ -520,13 +454,17 @@ _SUMS = SimpleNamespace(wait=lambda: None)
 
 
 class DryGroup(ParamGroup):
-    """A group without parameters, with the name, the plan and the state tables of ``group``."""
+    """A group without parameters, with the name, the plan and the states of ``group``, unless it is ``at_rest``."""
 
     was_flipped = False
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: ParamGroup, *, at_rest: bool) -> None:
         super().__init__(group.name, (), group.axes, parameters=())
         self.plan, self.process_groups = group.plan, group.process_groups
+        if not at_rest:
+            self.parameter_state, self.was_flipped = group.parameter_state, group.was_flipped
+            self.gradient_state, self.were_summed = group.gradient_state, group.were_summed
+            self.partial = None if group.partial is None else cast(Any, _SUMS)
 
     def change(self, operation: ParameterOperation) -> ParameterState | None:
         """Change the state, and return the one before; ``None`` if it has not changed."""
@@ -536,11 +474,6 @@ class DryGroup(ParamGroup):
     def complete_gradients(self) -> None:
         """Note that all gradients of this backward have arrived."""
         self._advance_gradients(GradientOperation.READY)
-
-    def restore(self, snapshot: GroupSnapshot) -> None:
-        self.plan, self.parameter_state, self.was_flipped = snapshot.plan, snapshot.parameters, snapshot.was_flipped
-        self.gradient_state, self.were_summed = snapshot.gradients, snapshot.were_summed
-        self.partial = cast(Any, _SUMS) if snapshot.has_partial else None
 
 
 class DryLauncher:

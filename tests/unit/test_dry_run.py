@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import Hook, Replay, Root, Snapshot, StepRecorder, dry_run, events_of, root_of, state_of
+from tests._internals import Hook, Replay, Root, StepRecorder, dry_run, events_of, root_of, state_of
 from tests.helpers.sharding import sharded
 
 RANKS, WIDTH = 4, 8
@@ -237,14 +237,14 @@ def test_steady_iterations_perform_what_their_dry_runs_say(drawn: Drawn) -> None
         plan = model.schedule()
         check(plan, model, drawn)
         expected = list(performed(plan))
-        common = Replay(root_below(model), Snapshot.of(root_below(model), has_stepped=True))
+        common = Replay(root_below(model), has_stepped=True)
         common.play(events_of(root_below(model).plans.known, root_below(model).states))
         assert Counter(performed(common.steps)) == Counter(expected), "what all ranks expect"
         found = [str(event) for event in play(model, drawn) if event.operation in SHOWN]
         assert found == expected, plan
 
         root = root_below(model)
-        replay = Replay(root, Snapshot.of(root))
+        replay = Replay(root)
         for number in range(3):
             step_of(model, drawn, optimizer)
             replay._root.plans.steps.note()
