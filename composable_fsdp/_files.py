@@ -134,19 +134,16 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def replace_file(path: str | os.PathLike[str], data: str | bytes, *, synced: bool = False) -> None:
+def replace_file(path: str | os.PathLike[str], data: str | bytes) -> None:
     """Write ``data`` to a new file beside ``path`` and rename it, so that readers find the old or the new file.
 
-    If ``path`` is a link, the link is replaced, not the file that it leads to. ``synced``: the data is on disk then.
+    If ``path`` is a link, the link is replaced, not the file that it leads to.
     """
     folder, name = os.path.split(path)
     aside = os.path.join(folder, f".{name}.{os.urandom(8).hex()}")
     try:
         with open(aside, "xb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
-            if synced:
-                file.flush()
-                os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
         Path(aside).unlink(missing_ok=True)

@@ -114,34 +114,13 @@ class Recorder:
         """The bytes of unsharded parameters that each group holds now, without groups that hold none."""
         return ledger(self.events)
 
-    @property
-    def peak_groups(self) -> int:
-        """The maximum number of groups that were unsharded or in flight at one time, if any had to be communicated."""
-        gathered: set[str] = set()
-        most = 0
-        for event in self.events:
-            if event.operation is Operation.UNSHARD and event.bytes:
-                gathered.add(event.group)
-            elif event.operation is Operation.RESHARD:
-                gathered.discard(event.group)
-            most = max(most, len(gathered))
-        return most
+
+_SIGNS = {Operation.ALLOCATE: 1, Operation.FREE: -1}
 
 
 def ledger(events: Iterable[TraceEvent]) -> dict[str, int]:
-    """Return the bytes of unsharded parameters per group after ``events``."""
-    *_, last = _bytes_held(events)
-    return last
-
-
-def _bytes_held(events: Iterable[TraceEvent]) -> Iterator[dict[str, int]]:
-    """Yield the bytes of unsharded parameters per group, before the first event and after each that changes them."""
+    """Return the bytes of unsharded parameters per group after ``events``, without groups that hold none."""
     held: dict[str, int] = {}
-    yield held
-    signs = {Operation.ALLOCATE: 1, Operation.FREE: -1}
     for event in events:
-        change = signs.get(event.operation, 0) * event.bytes
-        if change:
-            changed = held | {event.group: held.get(event.group, 0) + change}
-            held = {group: nbytes for group, nbytes in changed.items() if nbytes}
-            yield held
+        held[event.group] = held.get(event.group, 0) + _SIGNS.get(event.operation, 0) * event.bytes
+    return {group: nbytes for group, nbytes in held.items() if nbytes}

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
-from types import FrameType
 
 import torch
 
@@ -52,8 +51,15 @@ class Frame:
 
 def main_thread_frames() -> tuple[Frame, ...]:
     """Return the frames of the main thread, the innermost last."""
-    main = threading.main_thread().ident
-    return _stacks(main).get(main or 0, ())
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        top = sys._current_frames().get(threading.main_thread().ident or 0)
+        walked = islice(walk_stack(top), _MOST_FRAMES) if top is not None else ()
+        return tuple(Frame(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked)[::-1]
+    finally:
+        if collects:
+            gc.enable()
 
 
 def user_line(frames: tuple[Frame, ...]) -> str:
@@ -64,22 +70,6 @@ def user_line(frames: tuple[Frame, ...]) -> str:
 def waits_in_torch(frames: tuple[Frame, ...]) -> bool:
     """Return whether ``frames`` end in a function of ``torch.distributed``."""
     return any(frame.path.startswith(_COLLECTIVES) for frame in frames[-_WAITING_FRAMES:])
-
-
-def _stacks(only: int | None = None) -> dict[int, tuple[Frame, ...]]:
-    """Return the frames of each thread, or of one ``only``, by identifier."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return {ident: _frames(top) for ident, top in sys._current_frames().items() if only in (None, ident)}
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _frames(top: FrameType) -> tuple[Frame, ...]:
-    walked = islice(walk_stack(top), _MOST_FRAMES)
-    return tuple(Frame(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked)[::-1]
 
 
 # -- Ctrl-C while the main thread waits in C++, where Python cannot run its signal handler

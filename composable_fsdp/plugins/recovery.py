@@ -67,10 +67,11 @@ class Recovery(Observer):
         self._result = result = rendezvous(states, steps - self._steps, has_failed=failed)
         self._steps = steps
         if not result.is_in_sync:
-            disconnect(states)
+            for communicator in communicators(connections(states)):
+                communicator.abandon()  # nothing writes to the memory of work in flight any more
             root.abandon()
             try:
-                reconnect(states)
+                reopen(connections(states))
             except PeerError as error:
                 places = "".join(f"\n  rank {rank}: {place}" for rank, place in result.places.items())
                 text = f"{error}\nNumbers of operations that ranks launched over each process group:{places}"
@@ -153,21 +154,6 @@ def rendezvous(states: Iterable[FSDPState], steps: int, *, has_failed: bool = Tr
     some_failed = any(failed == "1" for _, failed, _ in by_rank.values())
     taken = {rank: int(steps) for rank, (steps, *_) in sorted(by_rank.items())}
     return Rendezvous(is_in_sync, some_failed, taken, places)
-
-
-def disconnect(states: Iterable[FSDPState]) -> None:
-    """Stop all writes to the memory of work in flight. Call it before :func:`reconnect`."""
-    for communicator in communicators(connections(states)):
-        communicator.abandon()
-
-
-def reconnect(states: Iterable[FSDPState]) -> None:
-    """Reconnect to all ranks that hold parameters of ``states``. All of them must call it.
-
-    Raises:
-        PeerError: some ranks cannot be reached any more.
-    """
-    reopen(connections(states))
 
 
 def _ranks(states: Iterable[FSDPState]) -> list[int]:

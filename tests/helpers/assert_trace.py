@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, TraceEvent
 
-__all__ = ["assert_trace"]
+__all__ = ["assert_trace", "peak_groups"]
 
 
 def assert_trace(
@@ -51,3 +51,16 @@ def _operation(name: str, line: str) -> Operation:
         raise ConfigurationError(
             f"assert_trace: {line!r} does not begin with an operation. Write '<operation> <group>' with one of {known}."
         ) from None
+
+
+def peak_groups(events: Iterable[TraceEvent]) -> int:
+    """Return the most groups that were unsharded or in flight at one time, if any had to be communicated."""
+    gathered: set[str] = set()
+    most = 0
+    for event in events:
+        if event.operation is Operation.UNSHARD and event.bytes:
+            gathered.add(event.group)
+        elif event.operation is Operation.RESHARD:
+            gathered.discard(event.group)
+        most = max(most, len(gathered))
+    return most

@@ -34,10 +34,11 @@ from tests._internals import (
     Transfer,
     Watched,
     _WatchedWork,
-    disconnect,
+    communicators,
+    connections,
     find,
     is_over_group,
-    reconnect,
+    reopen,
     root_of,
     state_of,
     timeout_of_group,
@@ -250,10 +251,11 @@ def keep_unsharded_memory_while_gloo_may_write() -> None:
     group.reshard()
     assert sum(bucket.unsharded_bytes for bucket in group.buckets) == group.plan.unsharded_bytes
     dist.barrier()
-    disconnect([state])
+    for communicator in communicators(connections([state])):
+        communicator.abandon()
     group.abandon()
     assert sum(bucket.unsharded_bytes for bucket in group.buckets) == 0
-    reconnect([state])
+    reopen(connections([state]))
     model(torch.ones(1, 512)).sum().backward()
     assert sum(bucket.unsharded_bytes for bucket in group.buckets) == 0
 

@@ -15,7 +15,7 @@ from torch import nn
 from composable_fsdp import FSDPModule, PeerError, fully_shard
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ForwardRecord, Planner, events, state_of
-from tests.helpers.assert_trace import assert_trace
+from tests.helpers.assert_trace import assert_trace, peak_groups
 from tests.helpers.models import TASKS, Routed, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import SOCKETS, TRANSPORTS
@@ -202,7 +202,7 @@ def test_the_prefetch_depth_can_be_bounded() -> None:
     def count_peak_groups() -> int:
         with Recorder() as recorder:
             task.loss(model, task.batch_of(0, rank)).backward()
-        return recorder.peak_groups
+        return peak_groups(recorder)
 
     count_peak_groups()  # records the order
     assert count_peak_groups() == 2

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from composable_fsdp.trace import Recorder
+from tests.helpers.assert_trace import peak_groups
 from tests.helpers.models import seeded, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import check_parity
@@ -303,7 +304,7 @@ def peak_of_frozen_layers() -> int:
     out = model(torch.ones(2, WIDTH, requires_grad=True), {"held": torch.ones(WIDTH, requires_grad=True)})
     with Recorder() as recorder:
         out.sum().backward()
-    return recorder.peak_groups
+    return peak_groups(recorder)
 
 
 class Collecting(nn.Module):

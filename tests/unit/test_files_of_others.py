@@ -352,7 +352,7 @@ def test_a_hub_cache_is_read_and_other_links_are_not(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    _files.replace_file(path, "old", synced=True)
+    _files.replace_file(path, "old")
     monkeypatch.setattr(os, "replace", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         _files.replace_file(path, b"new")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from composable_fsdp import trace
 from composable_fsdp.trace import Operation, Recorder, TraceEvent, emit, ledger, listeners, now
+from tests.helpers.assert_trace import peak_groups
 
 
 @pytest.fixture(autouse=True)
@@ -110,12 +111,12 @@ def test_the_peak_is_the_most_groups_gathered_or_in_flight_at_one_time() -> None
     def reshard(group: str) -> TraceEvent:
         return TraceEvent(Operation.RESHARD, group, 0, "", 0.0, 0.0)
 
-    assert recorded().peak_groups == 0
+    assert peak_groups(recorded()) == 0
     a, b, c = map(unshard, "abc")
-    assert recorded(a, reshard("a"), b, reshard("b"), c).peak_groups == 1
-    assert recorded(a, b, reshard("a"), c, reshard("b"), reshard("c")).peak_groups == 2
-    assert recorded(reshard("c"), a, b).peak_groups == 2
-    assert recorded(a, a, a).peak_groups == 1
+    assert peak_groups(recorded(a, reshard("a"), b, reshard("b"), c)) == 1
+    assert peak_groups(recorded(a, b, reshard("a"), c, reshard("b"), reshard("c"))) == 2
+    assert peak_groups(recorded(reshard("c"), a, b)) == 2
+    assert peak_groups(recorded(a, a, a)) == 1
 
 
 def test_the_example_in_the_documentation_is_true() -> None:
