@@ -299,15 +299,12 @@ def wait_text(rank: int, operation: OperationId, seconds: float, reports: Mappin
 
 def reports_with_places(reports: Mapping[int, RankReport], ranks: Sequence[int]) -> str:
     """Return a line for each of ``ranks``, with the line of the program that it executes, if known."""
-    lines = [_with_place(reports[rank]) if rank in reports else _no_report_text(rank) for rank in ranks]
+    no_report = "does not answer: its process is gone or stopped, or it has sharded no model so far"
+    lines = []
+    for rank in ranks:
+        report = reports.get(rank)
+        shows_place = report is not None and report.place and not report.left
+        lines.append(f"{report or f'rank {rank} {no_report}'}{f', and executes {report.place}' if shows_place else ''}")
     if len(lines) > _SHOWN_REPORTS:
         lines[_SHOWN_REPORTS:] = [f"... and {len(lines) - _SHOWN_REPORTS} more ranks"]
     return "".join(f"\n  {line}" for line in lines)
-
-
-def _with_place(report: RankReport) -> str:
-    return f"{report}, and executes {report.place}" if report.place and not report.left else str(report)
-
-
-def _no_report_text(rank: int) -> str:
-    return f"rank {rank} does not answer: its process is gone or stopped, or it has sharded no model so far"

@@ -114,8 +114,12 @@ def gather_texts(own: str, communicators: Iterable[Communicator], device: torch.
     rows = gather_rows(sent, axes, label).tolist()
     length = max(length for _, length in rows)
     message = torch.frombuffer(bytearray(packed.ljust(length, b"\0")), dtype=torch.uint8).to(device)
-    texts = [_decompress(row.numpy().tobytes()) for row in gather_rows(message, axes, label).cpu()]
-    return {rank: text for (rank, _), text in zip(rows, texts, strict=True)}
+    texts = gather_rows(message, axes, label).cpu()
+    # A decompressobj ignores the padding after the end.
+    return {
+        rank: zlib.decompressobj().decompress(text.numpy().tobytes()).decode()
+        for (rank, _), text in zip(rows, texts, strict=True)
+    }
 
 
 def multi_rank_axes(communicators: Iterable[Communicator]) -> list[Communicator]:
@@ -135,10 +139,6 @@ def gather_rows(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> 
         axis.launch(Collective.ALL_GATHER, [Transfer(received, gathered)], label).wait()
         gathered = received
     return gathered.view(-1, own.numel())
-
-
-def _decompress(packed: bytes) -> str:
-    return zlib.decompressobj().decompress(packed).decode()  # a decompressobj ignores the padding after the end
 
 
 def verify_same_lines(subject: str, lines: Mapping[int, Sequence[str]]) -> None:

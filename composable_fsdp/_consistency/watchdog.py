@@ -399,29 +399,22 @@ class Watchdog:
         return future.result()
 
     def _run(self) -> None:
-        failures: int | None = 0
-        while failures is not None and failures < _STORE_FAILURES:
-            failures = self._run_once(failures)
-
-    def _run_once(self, failures: int) -> int | None:
-        """Run the next request, and the periodic checks if they are due.
-
-        Returns:
-            The number of consecutive failures of the store, or ``None`` to stop.
-        """
-        try:
-            if not self._serve(max(0.0, self._due - time.monotonic())):
-                return None
-            if time.monotonic() >= self._due:
-                self._due = time.monotonic() + self._period
-                self._check_own_wait()
-                self._write_process()
-                self._check_torch_wait()
-                self._answer()
-        except RuntimeError as error:
-            logger.debug("rank %d: the store of the job: %s", self.rank, error)
-            return failures + 1
-        return 0
+        """Serve requests, and make the periodic checks, until the thread is stopped or the store is gone."""
+        failures = 0
+        while failures < _STORE_FAILURES:
+            try:
+                if not self._serve(max(0.0, self._due - time.monotonic())):
+                    return
+                if time.monotonic() >= self._due:
+                    self._due = time.monotonic() + self._period
+                    self._check_own_wait()
+                    self._write_process()
+                    self._check_torch_wait()
+                    self._answer()
+                failures = 0
+            except RuntimeError as error:  # noqa: PERF203 (of seldom requests)
+                logger.debug("rank %d: the store of the job: %s", self.rank, error)
+                failures += 1
 
     def _serve(self, seconds: float) -> bool:
         """Run the next request, if one comes within ``seconds``. Return False if it is to stop."""

@@ -691,7 +691,7 @@ class Replacement:
                         _reserve(opened.fileno(), file.nbytes)
                 yield aside
             except BaseException:
-                self.abandon()
+                delete(self.aside)
                 raise
 
     @torch.no_grad()
@@ -735,9 +735,6 @@ class Replacement:
         for path in self.folder.iterdir():
             if _OWN_PART.fullmatch(path.name) and path.name not in current:
                 path.unlink()
-
-    def abandon(self) -> None:
-        delete(self.aside)
 
 
 def dtype_code(dtype: torch.dtype) -> str:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from composable_fsdp.checkpoint._coordination import dtype_name
 from composable_fsdp.checkpoint._dcp import directory
 from composable_fsdp.checkpoint._dcp.directory import Manifest
 from composable_fsdp.checkpoint._dcp.load import read as read_values
+from composable_fsdp.checkpoint._dcp.load import with_plain_names
 from composable_fsdp.checkpoint._dcp.metadata import read_metadata
 from composable_fsdp.checkpoint._dcp.save import ContentsPath, key_of
 from composable_fsdp.checkpoint._safetensors import (
@@ -77,9 +78,9 @@ def open_source(path: Path) -> Source:
     manifest, problem = directory.read_manifest(folder) if (folder / directory.MANIFEST).exists() else (None, "")
     if problem:
         raise CheckpointError(problem)
-    metadata = read_metadata(folder, manifest)
-    saved = metadata.state_dict_metadata
-    keys = dict(zip(_in_model([_path_of(key, metadata) for key in saved]), saved, strict=True))
+    metadata = with_plain_names(read_metadata(folder, manifest))
+    saved, noted = metadata.state_dict_metadata, metadata.planner_data or {}
+    keys: dict[ContentsPath, str] = {tuple(noted.get(key) or key.split(".", 1)): key for key in saved}
     found: dict[ContentsPath, tuple[object, torch.Tensor]] = {}
     for at, key in keys.items():
         tensor = saved[key]
@@ -108,21 +109,6 @@ def _tied(
         if tensor.numel() and (same := first.setdefault((at[0], memory), at)) != at:
             aliases[at] = same
     return {at: tensor for at, (_, tensor) in found.items() if at not in aliases}, aliases
-
-
-def _path_of(key: str, metadata: Metadata) -> ContentsPath:
-    """Return the path that DCP recorded for ``key``. Without one, split ``key`` only after ``model.``."""
-    noted = (metadata.planner_data or {}).get(key)
-    if noted is not None:
-        return tuple(noted)
-    return tuple(key.split(".", 1)) if key.startswith("model.") else (key,)
-
-
-def _in_model(paths: list[ContentsPath]) -> list[ContentsPath]:
-    """Return ``paths``; if none of them is in a model, values at the top level are the model."""
-    if any(path[0] == "model" for path in paths):
-        return paths
-    return [("model", *path) if len(path) == 1 else path for path in paths]
 
 
 # -- inspect

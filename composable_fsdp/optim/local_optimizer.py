@@ -157,9 +157,5 @@ class LocalSteps(Observer):
             vars(optimizer)[_SEEN_ATTRIBUTE] = True
             sharded = [local_part(parameter) for parameter, _ in sharded_parameters(optimizer)]
             on_host = bool(sharded) and all(is_host(shard.device) for shard in sharded)
-            if (
-                on_host
-                and is_torch_step(optimizer)
-                and not any(group.get("differentiable") for group in optimizer.param_groups)
-            ):
+            if on_host and is_torch_step(optimizer) and not _is_differentiable(optimizer):
                 replace_step(optimizer, _on_shards(class_step(optimizer), unasked=True), unasked=True)

@@ -158,7 +158,7 @@ class Muon(Optimizer):
             _check({**self.defaults, **settings})
             super().add_param_group({**settings, "params": of_muon, "algorithm": "muon"})
         if others:
-            options = _adamw_defaults(self._adamw_options)
+            options = dict(torch.optim.AdamW([torch.empty(0)], **self._adamw_options).defaults)
             shared = {key: self.defaults[key] for key in _OF_BOTH if key not in self._adamw_options}
             if algorithm == "muon":  # settings of a group of matrices: adamw= comes first
                 settings = {key: value for key, value in settings.items() if key != "eps"} | self._adamw_options
@@ -245,10 +245,6 @@ def _check(settings: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"ns_coefficients must be three numbers, not {settings['ns_coefficients']}.")
 
 
-def _adamw_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(torch.optim.AdamW([torch.empty(0)], **options).defaults)
-
-
 def _named(item: Any) -> tuple[str, torch.Tensor]:
     return item if isinstance(item, tuple) else ("", item)
 
@@ -298,11 +294,12 @@ def _regions(matrices: Matrices | None, name: str, parameter: torch.Tensor) -> t
 
 def _hashable(index: Index) -> tuple[Any, ...]:
     parts = index if isinstance(index, tuple) else (index,)
-    return tuple(_bounds(part) if isinstance(part, slice) else as_int(part) for part in parts)
-
-
-def _bounds(part: slice) -> tuple[int | None, ...]:
-    return tuple(None if bound is None else as_int(bound) for bound in (part.start, part.stop, part.step))
+    return tuple(
+        tuple(None if bound is None else as_int(bound) for bound in (part.start, part.stop, part.step))
+        if isinstance(part, slice)
+        else as_int(part)
+        for part in parts
+    )
 
 
 @lru_cache(maxsize=1024)

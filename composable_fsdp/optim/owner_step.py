@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -103,17 +103,13 @@ def _check(optimizer: Optimizer, bucket_bytes: int) -> None:
 # -- the state of a parameter, whole and sharded
 
 
+@dataclass(frozen=True)
 class _Leaf:
     """A tensor of the state: its shape, its dtype and the kind of its device: many step counts are in host memory."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device_type = tuple(tensor.shape), tensor.dtype, tensor.device.type
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Leaf) and (self.shape, self.dtype) == (other.shape, other.dtype)
-
-    def __hash__(self) -> int:
-        return hash((self.shape, self.dtype))
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -128,14 +124,9 @@ class _Form:
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> _Form:
+        """Return the form of ``state``, which has values, or leaves in their places."""
         values, tree = pytree.tree_flatten(dict(state))
         return _Form(tree, tuple(_described(value) for value in values))
-
-    @staticmethod
-    def described(state: Mapping[str, Any]) -> _Form:
-        """Return the form whose leaves are in the place of the values."""
-        leaves, tree = pytree.tree_flatten(dict(state))
-        return _Form(tree, tuple(leaves))
 
     @property
     def numbers(self) -> list[int]:
@@ -152,7 +143,7 @@ _NUMBERS = (int, float, bool)
 
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return _Leaf(value)
+        return _Leaf(tuple(value.shape), value.dtype, value.device.type)
     return type(value) if type(value) in _NUMBERS else value
 
 
@@ -345,7 +336,7 @@ def _share_new_state(exchange: Exchange, tasks: Sequence[_Task]) -> None:
         dist.all_gather_object(everywhere, own, group=exchange.members.group)
         for each in everywhere:
             described |= each
-    news = [_NewState(tasks[index], _Form.described(described[index])) for index in changed]
+    news = [_NewState(tasks[index], _Form.of(described[index])) for index in changed]
     owners = [exchange.owners[index] for index in changed]
     units = [Unit((), new.outputs(), 1.0) for new in news]
     Exchange(exchange.members, units, exchange.limit, exchange.copies, owners).run(news)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Generic, NoReturn, Protocol, TypeVar, cast, runtime_checkable
+from types import SimpleNamespace
+from typing import Any, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 
 import torch.distributed as dist
 from torch import nn
@@ -98,9 +99,10 @@ class Watched(Around):
 
     def _exchanged(self, exchange: Callable[[T], R], own: T) -> R:
         """Return ``exchange(own)``, a wait for the ranks that are to run the next operation."""
-        exchanging = _Exchanging(exchange, own)
-        _WatchedWork(self, self._next, exchanging, cast(Exchange, self._exchange).give_up).wait()
-        return exchanging.result
+        found: list[R] = []
+        work: Any = SimpleNamespace(wait=lambda: found.append(exchange(own)))
+        _WatchedWork(self, self._next, work, cast(Exchange, self._exchange).give_up).wait()
+        return found[0]
 
     def fail(
         self, operation: OperationId, error: BaseException, during: str, give_up: Callable[[str], None]
@@ -191,18 +193,6 @@ class Exchange(Protocol):
 def level_through_store(level: OrderCheck, num_ranks: int) -> OrderCheck:
     """Return how much ``num_ranks`` ranks compare through the store at ``level``: nothing if they are very many."""
     return OrderCheck.OFF if level is OrderCheck.FIRST and num_ranks > _MOST_COMPARED_RANKS else level
-
-
-class _Exchanging(Generic[T, R]):
-    """An exchange as a work."""
-
-    result: R
-
-    def __init__(self, exchange: Callable[[T], R], own: T) -> None:
-        self._exchange, self._own = exchange, own
-
-    def wait(self) -> None:
-        self.result = self._exchange(self._own)
 
 
 class StoreExchange:

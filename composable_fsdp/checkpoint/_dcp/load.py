@@ -145,7 +145,7 @@ def load(
 
     def match() -> _Fit:
         nonlocal restore
-        metadata = _with_plain_names(read_metadata(folder, manifest))
+        metadata = with_plain_names(read_metadata(folder, manifest))
         kinds = ["model.", "classes.", "communication.", own]
         kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
         keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
@@ -539,7 +539,7 @@ class _Restore:
         return {name: layout_of_paths(found, existing[name]) for name, found in kinds.items()}
 
 
-def _with_plain_names(metadata: Metadata) -> Metadata:
+def with_plain_names(metadata: Metadata) -> Metadata:
     """Return ``metadata`` with the keys that ``save`` gives.
 
     Others save the names of a compiled model, or a model at the top level beside its optimizer, as torchtitan does.

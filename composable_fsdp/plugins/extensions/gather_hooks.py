@@ -138,7 +138,9 @@ class Extension:
         except Exception:  # raised by user code; retried for an empty shard only
             if shard.numel() or not prod(self.outer_size):
                 raise
-            one_row = self.local.new_zeros(self._with_length(1))
+            shape = list(self.local.shape)
+            shape[self.dim] = 1
+            one_row = self.local.new_zeros(shape)
             if not hasattr(one_row, GATHER_HOOKS[0]):
                 raise
             payload = self._call_pre(one_row)
@@ -150,9 +152,6 @@ class Extension:
         shard = self.local.new_zeros(cast("tuple[int, ...]", self.padded_size))
         shard[tuple(slice(0, length) for length in self.local.shape)].copy_(self.local)
         return shard
-
-    def _with_length(self, length: int) -> tuple[int, ...]:
-        return (*self.local.shape[: self.dim], length, *self.local.shape[self.dim + 1 :])
 
     def _call_pre(self, tensor: torch.Tensor) -> Payload:
         shard: Any = tensor
