@@ -254,7 +254,6 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.explain_errors import explanation_of
     from composable_fsdp.plugins.extensions.extension_bucket import ExtendedBucket
     from composable_fsdp.plugins.extensions.gather_hooks import shard_mesh_of
-    from composable_fsdp.plugins.gloo.connection import GlooConnection
     from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
     from composable_fsdp.plugins.shared_memory import connect, segment
     from composable_fsdp.plugins.shared_memory.collective import StagedRange, plan_rounds

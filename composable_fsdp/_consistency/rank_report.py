@@ -303,8 +303,8 @@ def reports_with_places(reports: Mapping[int, RankReport], ranks: Sequence[int])
     lines = []
     for rank in ranks:
         report = reports.get(rank)
-        shows_place = report is not None and report.place and not report.left
-        lines.append(f"{report or f'rank {rank} {no_report}'}{f', and executes {report.place}' if shows_place else ''}")
+        place = report.place if report is not None and not report.left else ""
+        lines.append(f"{report or f'rank {rank} {no_report}'}{place and f', and executes {place}'}")
     if len(lines) > _SHOWN_REPORTS:
         lines[_SHOWN_REPORTS:] = [f"... and {len(lines) - _SHOWN_REPORTS} more ranks"]
     return "".join(f"\n  {line}" for line in lines)

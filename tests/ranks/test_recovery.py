@@ -26,7 +26,6 @@ from composable_fsdp.errors import LifecycleError
 from tests._internals import (
     Collective,
     GlooCommunicator,
-    GlooConnection,
     GlooWork,
     OperationId,
     ParamGroup,
@@ -161,7 +160,7 @@ def test_work_in_flight_ends_before_its_memory_is_freed() -> None:
         assert is_over_group(communicator)
         base = find(communicator, GlooCommunicator)
         assert base is not None
-        found.add((base.is_broken, len(base.connection.kept)))
+        found.add((base.is_broken, len(base.kept)))
         abandon(group)
 
     with mock.patch.object(ParamGroup, "abandon", watched):
@@ -192,22 +191,22 @@ def close_connections_before_raising() -> None:
     Otherwise a thread that finds it broken would free memory while another thread is still closing it.
     """
     seen: list[str] = []
-    close = GlooConnection._close
+    close = GlooCommunicator._close
 
-    def watched(connection: GlooConnection) -> None:
+    def watched(connection: GlooCommunicator) -> None:
         seen.append(connection.broken)
         close(connection)
         seen.append(connection.broken)
 
-    with mock.patch.object(GlooConnection, "_close", watched):
+    with mock.patch.object(GlooCommunicator, "_close", watched):
         waiting = connected()
-        work = GlooWork(waiting.connection, 1, "all-gather", [Interrupted()])
+        work = GlooWork(waiting, 1, "all-gather", [Interrupted()])
         decorated = Watched(waiting, None)
         with pytest.raises(KeyboardInterrupt):
             _WatchedWork(decorated, OperationId(waiting.ranks, 1, "all-gather"), work, decorated.end_wait).wait()
         assert waiting.is_broken
         launching = connected()
-        no_memory = mock.patch.object(launching.connection, "exchange", side_effect=MemoryError)
+        no_memory = mock.patch.object(launching, "exchange", side_effect=MemoryError)
         shard = torch.ones(1)
         with no_memory, pytest.raises(MemoryError):
             Watched(launching, None).launch(Collective.ALL_GATHER, [Transfer(shard.repeat(launching.size), shard)])

@@ -8,14 +8,23 @@ every run. All-reduce is gloo's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from itertools import count
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from composable_fsdp._consistency.order_check import OrderCheck
+from composable_fsdp._consistency.process_groups import LostError
+from composable_fsdp._consistency.rank_report import OperationId
+from composable_fsdp._consistency.rendezvous import own_client, world_store
 from composable_fsdp._core.comm import (
     SUM,
     Collective,
@@ -27,8 +36,7 @@ from composable_fsdp._core.comm import (
 )
 from composable_fsdp._core.layout import ReduceOp, add_up
 from composable_fsdp._core.memory import Work
-from composable_fsdp.errors import UnsupportedError
-from composable_fsdp.plugins.gloo.connection import DATA, DATA_TAGS, GlooConnection
+from composable_fsdp.errors import PeerError, UnsupportedError
 
 _ZERO_COPY_BYTES_PER_RANK = 1 << 19
 """The bytes per rank from which a tensor is sent zero-copy instead of being packed with others. With 2 ranks,
@@ -44,6 +52,25 @@ _MIN_BYTES_PER_RANK = 1 << 16
 """The cost in bytes of posting a message. Estimated, not measured."""
 
 
+_NUMBER, _TEXT, _CLOSE, _DATA = 0x46534451, 0x46534452, 0x46534453, 0x46540000
+"""Tags of our messages: digests to compare, texts that explain a difference, a tag that is never sent, and the first of
+``_DATA_TAGS`` for data, so that messages of one operation are not matched with those of another.
+"""
+_DATA_TAGS = 1 << 16
+
+_TEXT_BYTES = 4096
+
+Backend = Any
+"""``dist.ProcessGroupGloo``, most of whose methods are unknown to the type checker.
+
+It is not registered with torch. Torch would keep it alive, or reuse its name, and with it the old addresses, for the
+next one.
+"""
+
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+"""The generation of the connections per process group. Each has its own keys, because keys stay in the store."""
+
+
 class GlooWork:
     """The work of one operation: gloo's works and a ``finish`` step. Waiting again does nothing.
 
@@ -53,15 +80,15 @@ class GlooWork:
 
     def __init__(
         self,
-        connection: GlooConnection,
+        communicator: GlooCommunicator,
         number: int,
         label: str,
         works: Sequence[Work],
         finish: Callable[[], None] | None = None,
     ) -> None:
-        self._connection, self._label, self._finish = connection, label, finish
-        self._key = connection.generation, number
-        connection.kept[self._key] = works
+        self._communicator, self._label, self._finish = communicator, label, finish
+        self._key = communicator.generation, number
+        communicator.kept[self._key] = works
         self._is_done = False
 
     def wait(self) -> None:
@@ -72,7 +99,7 @@ class GlooWork:
             LostError: gloo failed.
         """
         if not self._is_done:
-            self._connection.wait(self._key, self._label)
+            self._communicator.wait(self._key, self._label)
             self._is_done = True
         if self._finish is not None:
             self._finish()
@@ -80,15 +107,16 @@ class GlooWork:
 
 
 class GlooCommunicator:
-    """Collectives of CPU tensors over gloo."""
+    """Collectives of CPU tensors over gloo, and the works in flight.
+
+    The connections between the ranks are separate from those of the user's process group. A hopeless wait can only be
+    ended by closing the connections, and this leaves the user's open.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.name = GroupReference(group), group.group_name
-        self.connection = connection = GlooConnection(group)
-        self.check, self.give_up = connection.check, connection.give_up
-        self.abandon, self.reopen = connection.abandon, connection.reopen
-        self.exchange_numbers, self.exchange_texts = connection.exchange_numbers, connection.exchange_texts
-        self.ranks, self.rank, self.size = connection.ranks, connection.rank, connection.size
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.rank, self.size = dist.get_rank(group), len(self.ranks)
         self.traits = Traits(
             widens=True,
             coalesces=True,  # all messages of a launch are on their way before the first is waited for
@@ -96,6 +124,9 @@ class GlooCommunicator:
                 min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES), self.size * _MIN_BYTES_PER_RANK
             ),
         )
+        self._timeout: timedelta = cast(Any, group._get_backend(torch.device("cpu"))).options._timeout
+        self._numbers, self._close_lock = _numbers.setdefault(group, count()), threading.Lock()
+        self._open()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"
@@ -105,16 +136,8 @@ class GlooCommunicator:
         return self._group()
 
     @property
-    def generation(self) -> int:
-        return self.connection.generation
-
-    @property
-    def launched(self) -> int:
-        return self.connection.launched
-
-    @property
     def is_broken(self) -> bool:
-        return bool(self.connection.broken)
+        return bool(self.broken)
 
     def level(self, level: OrderCheck) -> OrderCheck:
         return level
@@ -126,31 +149,30 @@ class GlooCommunicator:
         if op is not ReduceOp.SUM:
             raise UnsupportedError("a communicator over gloo does not average: ask for its traits, or sum and divide.")
         messages = self._messages(transfers) if kind is Collective.REDUCE_SCATTER else []
-        connection = self.connection
-        if connection.broken:
-            connection.check()
-        number = connection.launched = connection.launched + 1
+        if self.broken:
+            self.check()
+        number = self.launched = self.launched + 1
         works: list[Work] = []
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         finish = None
         try:
-            tag = DATA + number % DATA_TAGS
+            tag = _DATA + number % _DATA_TAGS
             if kind is Collective.REDUCE_SCATTER:
                 for _, parts, summands in messages:
-                    works += connection.exchange(parts, summands, tag)
+                    works += self.exchange(parts, summands, tag)
                 finish = partial(_add_up, messages)
             elif kind is Collective.ALL_REDUCE:
-                works += [connection.backend.allreduce([transfer.output]) for transfer in transfers]
+                works += [self.backend.allreduce([transfer.output]) for transfer in transfers]
             else:
                 for output, sent in transfers:
                     rows = self._rows(output).unbind(0)
                     parts = [sent] * self.size if kind is Collective.ALL_GATHER else list(self._rows(sent).unbind(0))
-                    works += connection.exchange(parts, rows, tag)
+                    works += self.exchange(parts, rows, tag)
                     own.append((rows[self.rank], parts[self.rank]))
         except RuntimeError as error:
-            raise connection.lost(error, 0.0) from error
+            raise self.lost(error, 0.0) from error
         _copy(own)  # overlaps with the messages
-        return GlooWork(connection, number, label or kind.label, works, finish)
+        return GlooWork(self, number, label or kind.label, works, finish)
 
     def _messages(self, transfers: Sequence[Transfer]) -> list[_Message]:
         """Return the messages of a reduce-scatter. Small tensors share one for each dtype, and are copied in."""
@@ -174,6 +196,115 @@ class GlooCommunicator:
 
     def _rows(self, full: torch.Tensor) -> torch.Tensor:
         return full.view(self.size, full.numel() // self.size)
+
+    # -- connections
+
+    def _open(self) -> None:
+        self.generation = next(self._numbers)
+        # Two threads may open connections at once, in another order than on other ranks, and wait for their peers.
+        is_alone = threading.current_thread() is threading.main_thread()
+        client = None if is_alone else own_client()
+        store = dist.PrefixStore(f"connection/{self.name}/{self.generation}", client or world_store())
+        self.backend: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
+        self.launched = 0
+        """The number of operations that were launched."""
+        self.broken = ""
+        """Why the connection cannot be used any more."""
+        self.kept: dict[tuple[int, int], Sequence[Work]] = {}
+        """Works in flight that have not been waited for, by generation of the connection and number of operation."""
+
+    def abandon(self) -> None:
+        """Abort operations in flight, so that gloo no longer writes to their memory. Call it before :meth:`reopen`."""
+        self.give_up("this rank connects anew after a failed pass")
+        self.kept.clear()
+
+    def reopen(self) -> None:
+        """Replace the connections by new ones. All ranks must call it together."""
+        self._close()
+        self._open()
+
+    def check(self) -> None:
+        """Raise a ``PeerError`` if the connection is broken."""
+        if self.broken:
+            raise PeerError(f"ranks {list(self.ranks)} cannot go on together, since {self.broken}")
+
+    def wait(self, key: tuple[int, int], label: str) -> None:
+        """Wait for the kept works of an operation. Call it once per operation.
+
+        Raises:
+            PeerError: the connection is broken, or was reopened: gloo itself would wait for the full timeout.
+            LostError: gloo failed.
+        """
+        works = self.kept.get(key)
+        if self.broken or works is None:
+            operation = OperationId(self.ranks, key[1], label)
+            if self.broken:
+                raise PeerError(f"{operation} cannot be done, since {self.broken}")
+            raise PeerError(f"{operation} was given up when the ranks connected anew. Begin the step again.")
+        begin = time.monotonic()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self.lost(error, time.monotonic() - begin) from error
+        del self.kept[key]
+
+    def lost(self, error: RuntimeError, seconds: float) -> LostError:
+        """Return our error for gloo's ``error`` after ``seconds`` of waiting."""
+        is_late = seconds >= self._timeout.total_seconds()
+        return LostError(f"After {seconds:.1f} s gloo says: {error}", timed_out=is_late)
+
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int) -> list[Work]:
+        """Exchange ``sent[r]`` for ``received[r]`` with each rank r, zero-copy. Neighbors first, to spread the load."""
+        works: list[Work] = []
+        for distance in range(1, self.size):
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            works.append(self.backend.recv([received[source]], source, tag))
+            works.append(self.backend.send([sent[target]], target, tag))
+        return works
+
+    def give_up(self, reason: str) -> None:
+        """Close the connection for good, which ends all waits. Gloo closes a connection when a wait on it times out.
+
+        Invariant: a connection is closed before ``broken`` is set, so that gloo no longer writes to its memory. A
+        thread that sees ``broken`` may free that memory, even while another thread is still in this method.
+        """
+        with self._close_lock:
+            self._close()
+            self.broken = self.broken or reason
+
+    def _close(self) -> None:
+        for peer in range(self.size):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    self.backend.recv([torch.empty(1)], peer, _CLOSE).wait(timedelta(milliseconds=1))
+
+    def exchange_numbers(self, own: int) -> list[int]:
+        """Return the numbers of all ranks, in rank order. All of them must call it together."""
+        sent = torch.tensor([own])
+        received = torch.empty(self.size, dtype=torch.int64)
+        self._exchange_now(sent, list(received.split(1)), _NUMBER)
+        received[self.rank] = own
+        return cast(list[int], received.tolist())
+
+    def exchange_texts(self, own: str) -> dict[int, str]:
+        """Return the texts of all ranks by global rank. All of them must call it together."""
+        text = own.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        self._exchange_now(sent, received, _TEXT)
+        received[self.rank] = sent
+        texts = (bytes(each.numpy()).rstrip(b"\0").decode(errors="replace") for each in received)
+        return dict(zip(self.ranks, texts, strict=True))
+
+    def _exchange_now(self, sent: torch.Tensor, received: Sequence[torch.Tensor], tag: int) -> None:
+        self.check()
+        begin = time.monotonic()
+        try:
+            for work in self.exchange([sent] * self.size, received, tag):
+                work.wait()
+        except RuntimeError as error:
+            raise self.lost(error, time.monotonic() - begin) from error
 
 
 class _Message(NamedTuple):
