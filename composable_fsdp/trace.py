@@ -12,14 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 
-__all__ = [
-    "Operation",
-    "Recorder",
-    "TraceEvent",
-    "emit",
-    "listeners",
-    "now",
-]
+__all__ = ["Operation", "Recorder", "TraceEvent", "emit", "listeners", "now"]
 
 
 class Operation(str, Enum):

@@ -144,10 +144,7 @@ def diagnose(
         late = [min(own.ranks, key=lambda rank: reports[rank].seconds)]
     known = {rank: str(operation) for rank in missing if (operation := _last_known(rank, own, reports)) is not None}
     absence = _absence(missing, late, gone.values(), timed_out=timed_out)
-    return PeerError(
-        f"{own} cannot be done: {absence}{reports_text(reports, known)}\n  {lost}",
-        missing or late,
-    )
+    return PeerError(f"{own} cannot be done: {absence}{reports_text(reports, known)}\n  {lost}", missing or late)
 
 
 def _still_comes(report: RankReport, own: OperationId) -> bool:

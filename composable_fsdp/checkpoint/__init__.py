@@ -15,10 +15,7 @@ from composable_fsdp.checkpoint._state_dict.model import (
     state_dict,
     state_dict_form,
 )
-from composable_fsdp.checkpoint._state_dict.optimizer import (
-    load_optimizer_state_dict,
-    optimizer_state_dict,
-)
+from composable_fsdp.checkpoint._state_dict.optimizer import load_optimizer_state_dict, optimizer_state_dict
 
 __all__ = [
     "Full",

@@ -149,11 +149,7 @@ def versions() -> dict[str, str]:
 
     from composable_fsdp._consistency.verify_ranks import library_version
 
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "composable_fsdp": library_version(),
-    }
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "composable_fsdp": library_version()}
 
 
 def check_launch(environment: Mapping[str, str]) -> Iterator[Finding]:

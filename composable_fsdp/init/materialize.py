@@ -185,12 +185,7 @@ def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M
     prepare_to_lend(states, "initialize")
     blank = allocate_at_rest(model, states)
     written = _WriteRecord()
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        seeded(states, seed),
-        ShardedRandom(states, written.record),
-    ):
+    with torch.inference_mode(False), torch.no_grad(), seeded(states, seed), ShardedRandom(states, written.record):
         initializer = _Initializer(model, states, blank, written)
         model.apply(lambda module: initializer.run(fn, module))
         uninitialized = initializer.uninitialized()

@@ -198,12 +198,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        members: Members,
-        units: Sequence[Unit],
-        limit: int,
-        copies: int = 1,
-        owners: Sequence[int] | None = None,
+        self, members: Members, units: Sequence[Unit], limit: int, copies: int = 1, owners: Sequence[int] | None = None
     ) -> None:
         self.members, self.units, self.limit, self.copies = members, units, limit, copies
         costs = [unit.cost for unit in units]

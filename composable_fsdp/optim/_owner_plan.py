@@ -63,11 +63,7 @@ def replicas_together(replicas: int, largest: int, limit: int) -> int:
 
 
 def cut_buckets(
-    costs: Sequence[float],
-    owners: Sequence[int],
-    owned: Callable[[int], int],
-    held: Callable[[int], int],
-    limit: int,
+    costs: Sequence[float], owners: Sequence[int], owned: Callable[[int], int], held: Callable[[int], int], limit: int
 ) -> list[list[int]]:
     """Return the indices of the matrices of each bucket, the most expensive ones first.
 

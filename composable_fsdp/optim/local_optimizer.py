@@ -13,14 +13,7 @@ from composable_fsdp._core.params import local_part
 from composable_fsdp._core.seams import Observer
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._local_step import local_copies_of
-from composable_fsdp.optim._replaced_step import (
-    Step,
-    check_step,
-    class_step,
-    is_torch_step,
-    replace_step,
-    with_closure,
-)
+from composable_fsdp.optim._replaced_step import Step, check_step, class_step, is_torch_step, replace_step, with_closure
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 

@@ -20,12 +20,7 @@ from composable_fsdp._core.params import local_part
 from composable_fsdp._extents import Box, like
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._local_step import gradient_of
-from composable_fsdp.optim._owner_exchange import (
-    Exchange,
-    OwnerPlans,
-    is_planned,
-    title_of,
-)
+from composable_fsdp.optim._owner_exchange import Exchange, OwnerPlans, is_planned, title_of
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim._owner_units import Slot, Tiling, Unit, tiling_of
 from composable_fsdp.optim._replaced_step import Step, check_step, class_step, replace_step, with_closure

@@ -3,14 +3,7 @@
 from typing import NoReturn
 
 from composable_fsdp.wrap._plan import Group, Policy, Scope
-from composable_fsdp.wrap.wrap_policy import (
-    PolicyLike,
-    Predicate,
-    by_class,
-    by_size,
-    every_module,
-    transformer_blocks,
-)
+from composable_fsdp.wrap.wrap_policy import PolicyLike, Predicate, by_class, by_size, every_module, transformer_blocks
 
 __all__ = [
     "Group",

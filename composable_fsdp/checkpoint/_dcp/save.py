@@ -545,12 +545,7 @@ class ChecksummingWriter(FileSystemWriter):
             return super().write_data(plan, planner)
 
     def complete(
-        self,
-        metadata: Metadata,
-        written: Sequence[Writes],
-        aliases: Mapping[str, str],
-        step: int,
-        ranks: int,
+        self, metadata: Metadata, written: Sequence[Writes], aliases: Mapping[str, str], step: int, ranks: int
     ) -> None:
         """Write DCP's metadata, and the manifest with the ``step`` and the number of ``ranks`` that have ``written``.
 
@@ -722,9 +717,7 @@ class _Save:
             further_keys = {key_of(alias): key_of(path) for alias, path in contents.aliases.items()}
             return self._planner.create_local_plan(), further_keys
 
-        def central(
-            planned: list[tuple[SavePlan, Mapping[str, str]]],
-        ) -> Sequence[tuple[str, str, int, SavePlan]]:
+        def central(planned: list[tuple[SavePlan, Mapping[str, str]]]) -> Sequence[tuple[str, str, int, SavePlan]]:
             check_parts([plan for plan, _ in planned])
             plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in planned])
             self._aliases = {alias: of for _, aliases in planned for alias, of in aliases.items()}

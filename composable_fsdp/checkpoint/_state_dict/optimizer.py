@@ -62,12 +62,7 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
     mapped,
     new_state,
 )
-from composable_fsdp.checkpoint._state_dict.tensors import (
-    checksum,
-    differences,
-    on_meta,
-    parameter_names,
-)
+from composable_fsdp.checkpoint._state_dict.tensors import checksum, differences, on_meta, parameter_names
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
 

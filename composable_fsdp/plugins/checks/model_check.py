@@ -284,10 +284,7 @@ def _check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
 
 
 def _check_axes(
-    root: FSDPState,
-    states: Mapping[str, FSDPState],
-    axes: DataParallelAxes,
-    parameters: Mapping[str, ShardedParameter],
+    root: FSDPState, states: Mapping[str, FSDPState], axes: DataParallelAxes, parameters: Mapping[str, ShardedParameter]
 ) -> None:
     """Check the ``parameters``, by their names in errors, that are sharded over ``axes``."""
     ranks = (axes.shard, axes.replicate), axes.device, f"the model under {root.class_name}"

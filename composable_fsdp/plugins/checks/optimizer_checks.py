@@ -11,12 +11,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp._core.events import GradientState
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import sharded_parameters
-from composable_fsdp._core.params import (
-    ShardedParameter,
-    find_parameter,
-    find_replaced,
-    find_unsharded,
-)
+from composable_fsdp._core.params import ShardedParameter, find_parameter, find_replaced, find_unsharded
 from composable_fsdp._core.seams import Observer
 from composable_fsdp.errors import ConfigurationError, LifecycleError, LowPrecisionWarning
 

@@ -50,11 +50,7 @@ class SharedMemoryCommunicator:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank, self.size = engine.rank, engine.size
         self.traits = Traits(
-            widens=True,
-            aliases=engine.aliases,
-            coalesces=True,
-            checks=True,
-            zero_copy_min_bytes=_ZERO_COPY_BYTES,
+            widens=True, aliases=engine.aliases, coalesces=True, checks=True, zero_copy_min_bytes=_ZERO_COPY_BYTES
         )
         self.engine = engine
 
