@@ -74,9 +74,7 @@ class MissingRanks:
     def _cannot_come(self, missing: Sequence[int], present: Sequence[int], reports: Mapping[int, RankReport]) -> str:
         """Return which ranks of ``missing`` have left, or wait for a rank that is present since the last call."""
         found = {other: reports[other] for other in missing if other in reports}
-        stuck = {
-            other: each.waiting for other, each in found.items() if each.waiting and _waits(each, present, reports)
-        }
+        stuck = {rank: each.waiting for rank, each in found.items() if each.waiting and _waits(each, present, reports)}
         gone = [other for other, each in found.items() if each.left]
         gone += [other for other, operation in stuck.items() if self._suspects.get(other) == operation]
         if gone:

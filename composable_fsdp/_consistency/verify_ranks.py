@@ -159,9 +159,8 @@ def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
         for variant, ranks in ((each, ranks_by_lines[each]) for each in variants)
     )
     usual, other = variants[:2]
-    changes = [
-        line for line in unified_diff(usual, other, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))
-    ]
+    lines_of_diff = unified_diff(usual, other, n=0, lineterm="")
+    changes = [line for line in lines_of_diff if not line.startswith(("---", "+++", "@@"))]
     shown = "".join(f"\n  {line}" for line in changes[:_SHOWN_LINES])
     more = f"\n  and {len(changes) - _SHOWN_LINES} lines more" if len(changes) > _SHOWN_LINES else ""
     return (

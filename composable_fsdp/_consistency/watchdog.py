@@ -70,6 +70,8 @@ _STORE_FAILURES = 3
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+GiveUp = Callable[[str], None]
+"""Closes the connection of a wait, which ends it, for a reason."""
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ class _LocalStatus:
     """The other ranks because of which the last pass failed."""
     passes: dict[RunningPass, None] = field(default_factory=dict)
     """The running passes, in order."""
-    interrupt: Callable[[str], None] | None = None
+    interrupt: GiveUp | None = None
 
     @property
     def left(self) -> str:
@@ -149,9 +151,7 @@ class Watchdog:
         """Warn of waits after ``seconds`` at the latest, if at all."""
         self._warnings.latest = min(self._warnings.latest, seconds)
 
-    def begin_wait(
-        self, operation: OperationId, end: Callable[[str], None] | None = None, seconds: float = 0.0
-    ) -> None:
+    def begin_wait(self, operation: OperationId, end: GiveUp | None = None, seconds: float = 0.0) -> None:
         """Record a wait for ``operation``, ``seconds`` so far. The watchdog thread may abort it by ``end(reason)``."""
         here = self.here
         here.since, here.interrupt, here.waiting = time.monotonic() - seconds, end, operation
@@ -462,10 +462,9 @@ class Watchdog:
         reports = self.collect_reports(range(self._size))
         same = [other for other, each in reports.items() if each.waiting is None and each.place == line]
         if self.rank == min(same, default=self.rank):
-            others = printable(
-                reports_with_places(reports, [other for other in range(self._size) if other not in same])
-            )
-            logger.warning("%s has waited %.1f s in %s.%s", format_ranks(same), self._stack.seconds, line, others)
+            others = [other for other in range(self._size) if other not in same]
+            text = printable(reports_with_places(reports, others))
+            logger.warning("%s has waited %.1f s in %s.%s", format_ranks(same), self._stack.seconds, line, text)
 
     def _write_process(self) -> None:
         """Write the identity of this process once, for ranks that wait for this one."""

@@ -465,9 +465,8 @@ def mismatch_text(mismatches: Mapping[int, Mismatch], ignore: Collection[str] = 
     for kind, title in _TITLES.items():
         if kind in ignore:
             continue
-        entries = _marked(
-            {rank: [f"{n}: {what}" for n, what in vars(m)[kind].items()] for rank, m in mismatches.items()}
-        )
+        found = {rank: vars(each)[kind].items() for rank, each in mismatches.items()}
+        entries = _marked({rank: [f"{name}: {what}" for name, what in items] for rank, items in found.items()})
         if entries:
             lines += [f"  {title} ({len(entries)}):", *(f"    {entry}" for entry in entries[:_SHOWN])]
         if len(entries) > _SHOWN:

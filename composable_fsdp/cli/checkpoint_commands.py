@@ -34,9 +34,8 @@ def add_commands(commands: printing.Commands) -> None:
     parser.add_argument("--to", default="safetensors", help="safetensors, the only kind")
     dtypes = ("bfloat16", "float16", "float32")
     parser.add_argument("--dtype", choices=dtypes, help="dtype of the model's floating-point tensors")
-    parser.add_argument(
-        "--max-file-bytes", type=int, default=_MAX_FILE_BYTES, help="bytes per file of safetensors (%(default)s)"
-    )
+    sizes = "bytes per file of safetensors (%(default)s)"
+    parser.add_argument("--max-file-bytes", type=int, default=_MAX_FILE_BYTES, help=sizes)
     parser.add_argument("--force", action="store_true", help="replace existing safetensors")
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums of SOURCE first")
 

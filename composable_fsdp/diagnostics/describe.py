@@ -160,9 +160,8 @@ def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
 
 def _mesh(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or [""] * mesh.ndim
-    return f"{mesh.device_type} " + " x ".join(
-        f"{name} {size}".strip() for name, size in zip(names, mesh.shape, strict=True)
-    )
+    sizes = (f"{name} {size}".strip() for name, size in zip(names, mesh.shape, strict=True))
+    return f"{mesh.device_type} {' x '.join(sizes)}"
 
 
 def _strategy(state: FSDPState) -> ShardingStrategy:

@@ -120,10 +120,7 @@ class Lanes:
             number = bisect_right(begins, each.begin) - 1
             if each.lane in _SUMS and number >= 0 and each.begin < ends[number]:
                 sums[number][each.lane] += _SUMS[each.lane](each)
-        return [
-            Step(begin, passed, end, *own.values())
-            for (begin, passed), end, own in zip(passes, ends, sums, strict=True)
-        ]
+        return [Step(*each, end, *own.values()) for each, end, own in zip(passes, ends, sums, strict=True)]
 
     @property
     def typical(self) -> int:

@@ -86,9 +86,7 @@ def _allocate_meta(
     cast(Any, module)._apply(move, recurse=recurse)
     for entry in shared:  # the conversion made one object for each place of a shared parameter
         now = entry.current()
-        if isinstance(now, nn.Parameter) and any(
-            getattr(owner, attribute) is not now for owner, attribute in entry.places
-        ):
+        if isinstance(now, nn.Parameter) and any(getattr(owner, name) is not now for owner, name in entry.places):
             entry.put(now)
     for (first, name), *others in buffers:
         for owner, attribute in others:
@@ -108,11 +106,15 @@ def _registered_buffers(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 def _meta_non_persistent_buffers(module: nn.Module, recurse: bool) -> list[str]:
     owners = module.named_modules() if recurse else [("", module)]
     return [
-        f"{path}.{name}" if path else name
+        _joined(path, name)
         for path, owner in owners
         for name, buffer in owner._buffers.items()
         if buffer is not None and buffer.is_meta and name in owner._non_persistent_buffers_set
     ]
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def allocate_at_rest(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
@@ -123,9 +125,7 @@ def allocate_at_rest(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
         rest_devices = {id(p.sharded): group.rest_device_of(p) for group in groups for p in group.parameters}
         here = states[0].group.axes.device if states else torch.get_default_device()
         with allocated_shards(model, None):
-            _allocate_meta(
-                model, lambda tensor: rest_devices.get(id(tensor), here) if tensor.is_meta else tensor.device
-            )
+            _allocate_meta(model, lambda t: rest_devices.get(id(t), here) if t.is_meta else t.device)
     return names
 
 
@@ -336,9 +336,7 @@ def materialize_meta(
             now = owner._parameters.get(name)
             if now is not None and now is not entry.parameter:
                 entry.put(now)
-    uninitialized = [
-        f"{path}.{name}" if path else name for path, owner in candidates for name in _own_on_meta(owner, ignored)
-    ]
+    uninitialized = [_joined(path, name) for path, owner in candidates for name in _own_on_meta(owner, ignored)]
     if uninitialized:
         raise ParameterError(
             f"after param_init_fn, these parameters and buffers of {type(module).__name__} are still on meta: "

@@ -102,9 +102,7 @@ _offloads: WeakKeyDictionary[Optimizer, _Offload] = WeakKeyDictionary()
 
 def _check(optimizer: Optimizer, to: str, bucket_bytes: int, keep_bytes: int) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise ArgumentTypeError(
-            f"offload_optimizer takes an optimizer, such as torch.optim.AdamW(...), not {optimizer!r}."
-        )
+        raise ArgumentTypeError(f"offload_optimizer takes an optimizer, like torch.optim.AdamW(...), not {optimizer}.")
     if to != _HOST:
         raise ConfigurationError(
             f"offload_optimizer keeps state in host memory, so to must be 'cpu', not {str(to)!r}: this version has no "

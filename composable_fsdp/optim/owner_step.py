@@ -87,9 +87,7 @@ def owner_step(optimizer: OptimizerT, *, cost: Cost = matrix_cost, bucket_bytes:
 
 def _check(optimizer: Optimizer, bucket_bytes: int) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise ArgumentTypeError(
-            f"owner_step takes an optimizer, such as torch.optim.Adafactor(...), not {optimizer!r}."
-        )
+        raise ArgumentTypeError(f"owner_step takes an optimizer, like torch.optim.Adafactor(...), not {optimizer!r}.")
     if bucket_bytes <= 0:
         raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
     check_step(optimizer, "owner_step")

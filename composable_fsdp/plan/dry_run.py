@@ -152,9 +152,8 @@ class Schedule:
         if not self.steps:
             return "(no forward has run yet, so the order of the groups is unknown)"
         width = max(len(str(step.event)) for step in self.steps)
-        return "\n".join(
-            f"{step.event!s:<{width}} | {'; '.join(map(str, step.actions))}".rstrip(" |") for step in self.steps
-        )
+        lines = (f"{step.event!s:<{width}} | {'; '.join(map(str, step.actions))}" for step in self.steps)
+        return "\n".join(line.rstrip(" |") for line in lines)
 
 
 _EVENTS_PER_GROUP = 128

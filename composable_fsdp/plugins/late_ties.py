@@ -65,9 +65,8 @@ def _final_owners(owned: Iterable[_OwnedParameter]) -> dict[int, _OwnedParameter
 
 def _registered_tensor(parameter: ShardedParameter) -> nn.Parameter | None:
     """Return the tensor registered in all places of the parameter, or ``None`` if there are several."""
-    shown = {
-        id(tensor): tensor for module, name in parameter.owners if (tensor := module._parameters.get(name)) is not None
-    }
+    registered = (module._parameters.get(name) for module, name in parameter.owners)
+    shown = {id(tensor): tensor for tensor in registered if tensor is not None}
     return next(iter(shown.values())) if len(shown) == 1 else None
 
 

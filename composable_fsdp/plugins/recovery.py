@@ -123,10 +123,9 @@ class Rendezvous:
 
 def has_failed(states: Iterable[FSDPState]) -> bool:
     """Return whether the last pass failed on this rank, or a process group of ``states`` is broken."""
-    watchdog = job_watchdog()
-    return watchdog is not None and (
-        watchdog.has_failed or any(each.is_broken for each in communicators(connections(states)))
-    )
+    if (watchdog := job_watchdog()) is None:
+        return False
+    return watchdog.has_failed or any(each.is_broken for each in communicators(connections(states)))
 
 
 def rendezvous(states: Iterable[FSDPState], steps: int, *, has_failed: bool = True) -> Rendezvous:

@@ -15,7 +15,7 @@ from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker, o
 from composable_fsdp._consistency.process_groups import LostError, timeout_of
 from composable_fsdp._consistency.rank_report import ENDED_AT, REPORTED_AT, OperationId
 from composable_fsdp._consistency.rendezvous import StoreRendezvous
-from composable_fsdp._consistency.watchdog import Watchdog, job_watchdog
+from composable_fsdp._consistency.watchdog import GiveUp, Watchdog, job_watchdog
 from composable_fsdp._core.comm import (
     SUM,
     Around,
@@ -104,9 +104,7 @@ class Watched(Around):
         _WatchedWork(self, self._next, work, cast(Exchange, self._exchange).give_up).wait()
         return found[0]
 
-    def fail(
-        self, operation: OperationId, error: BaseException, during: str, give_up: Callable[[str], None]
-    ) -> NoReturn:
+    def fail(self, operation: OperationId, error: BaseException, during: str, give_up: GiveUp) -> NoReturn:
         """Raise why ``operation`` failed, and give up, which closes the connection unless it was not used.
 
         Raises:
@@ -140,7 +138,7 @@ class _WatchedWork:
 
     __slots__ = ("_end", "_operation", "_watched", "_work")
 
-    def __init__(self, watched: Watched, operation: OperationId, work: Work, end: Callable[[str], None]) -> None:
+    def __init__(self, watched: Watched, operation: OperationId, work: Work, end: GiveUp) -> None:
         self._watched, self._operation, self._end = watched, operation, end
         self._work: Work | None = work
 

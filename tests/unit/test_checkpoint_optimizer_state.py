@@ -139,7 +139,7 @@ def test_state_that_no_key_can_have_is_refused(tmp_path: Path) -> None:
     assert "state of parameters that are in none of its groups, of shapes [(3, 4)]. Remove it from" in error_of(
         tmp_path, stray
     )
-    assert "has two values that are both called optimizer.state.weight.0 without types and dots" in error_of(
+    assert "two values of the optimizer are both called optimizer.state.weight.0 without types and dots" in error_of(
         tmp_path, twice
     )
 

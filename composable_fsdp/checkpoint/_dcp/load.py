@@ -169,9 +169,8 @@ def load(
         if problems:
             state = "The model is loaded in part." if any(changed for changed, *_ in reads) else "Nothing was loaded."
             advice = "" if verify or manifest is None else " verify=True finds damage before anything is loaded."
-            raise CheckpointError(
-                f"{folder} could not be loaded: {join_rank_texts(problems, len(reads))}. {state}{advice}"
-            )
+            text = join_rank_texts(problems, len(reads))
+            raise CheckpointError(f"{folder} could not be loaded: {text}. {state}{advice}")
         return list(dict.fromkeys(key for *_, keys in reads for key in keys))
 
     with_codecs = ranks.combine(
@@ -548,9 +547,7 @@ def with_plain_names(metadata: Metadata) -> Metadata:
     paths = dict(_paths(metadata))
     if not any(key.startswith("model.") for key in keys):
         paths |= {key: ("model", key) for key in keys if len(paths.get(key, (key,))) == 1}
-    paths = {
-        k: tuple(plain_name(part) if isinstance(part, str) else part for part in path) for k, path in paths.items()
-    }
+    paths = {k: tuple(plain_name(key) if isinstance(key, str) else key for key in path) for k, path in paths.items()}
     names = {key: key_of(paths[key]) if key in paths else plain_name(key) for key in keys}
     plain = {key: name for key, name in names.items() if name not in keys}
     if not plain:

@@ -207,10 +207,9 @@ class Contents:
             names = group["params"]
             index = sum(group["params"] == names for group in self.groups.values())
             self.groups[index, tuple(names)] = {key: on_host(value) for key, value in group.items()}
-        state = {
-            name: self._add_tree(("state", name), tree, params.members[name]) for name, tree in packed.state.items()
-        }
-        state = {name: layout for name, layout in state.items() if not _is_empty(params.members[name])}
+        members = params.members
+        state = {name: self._add_tree(("state", name), tree, members[name]) for name, tree in packed.state.items()}
+        state = {name: layout for name, layout in state.items() if not _is_empty(members[name])}
         others = {key: self._add_tree(("state", key), tree) for key, tree in packed.others.items()}
         rest = {key: self._add_tree((key,), tree) for key, tree in packed.rest.items()}
         self.layouts = {"state": state, "others": others, "rest": rest}
@@ -223,9 +222,7 @@ class Contents:
             own = tuple(each if isinstance(each, int) else str(each) for each in path)
             key = key_of(own)
             if key in self._keys:
-                raise CheckpointError(
-                    f"the optimizer has two values that are both called {key} without types and dots."
-                )
+                raise CheckpointError(f"two values of the optimizer are both called {key} without types and dots.")
             self._keys.add(key)
             kind = kind_of(value, None if member is None else member.parameter, key)
             kinds.append(kind)
@@ -629,15 +626,13 @@ def save(
             All ranks raise the same error.
         ConfigurationError: an argument is invalid.
     """
-    own, folder = {} if extra is None else extra, Path()
+    own, folder, signature = {} if extra is None else extra, Path(), "save(path, model, optimizer, extra)"
 
     def check() -> Arguments:
         nonlocal step, own, folder
-        check_arguments("save(path, model, optimizer, extra)", path, model, optimizer, averages)
+        check_arguments(signature, path, model, optimizer, averages)
         if not isinstance(own, Mapping):
-            raise ArgumentTypeError(
-                f"extra must be a dict, not {type(own).__name__}. Call save(path, model, optimizer, extra)."
-            )
+            raise ArgumentTypeError(f"extra must be a dict, not {type(own).__name__}. Call {signature}.")
         if keep_last is not None and keep_last < 1:
             raise ConfigurationError(f"keep_last must be at least 1, not {keep_last}: the new checkpoint is one.")
         own, folder = dict(own), Path(path).absolute()  # a thread writes it, which a later chdir must not change
@@ -676,14 +671,9 @@ def _requested_step(step: int | None, extra: Mapping[str, Any]) -> int | None:
 class _Save:
     """One save on one rank. After :meth:`plan`, rank 0 also has ``_partial_checkpoint`` and ``_metadata``."""
 
-    def __init__(
-        self, ranks: RankGroup, path: Path, step: int | None, keep_last: int | None, weights_only: bool
-    ) -> None:
-        self._ranks = ranks
-        self._weights_only = weights_only
-        self._path = path
-        self._requested_step = step
-        self._keep_last = keep_last
+    def __init__(self, ranks: RankGroup, path: Path, step: int | None, keep: int | None, weights_only: bool) -> None:
+        self._ranks, self._path, self._weights_only = ranks, path, weights_only
+        self._requested_step, self._keep_last = step, keep
         self._metadata: Metadata | None = None
         self._partial_checkpoint: PartialCheckpoint | None = None
 

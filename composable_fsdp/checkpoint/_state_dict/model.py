@@ -319,9 +319,8 @@ def check_meshes(ranks: RankGroup, what: str, parts: Mapping[str, LocalShard]) -
     are several meshes. A mesh of all ranks is the only one of its parameters.
     """
     meshes = {key: part.value.device_mesh for key, part in parts.items() if isinstance(part.value, DTensor)}
-    own = {
-        key: zlib.crc32(repr(mesh.mesh.tolist()).encode()) for key, mesh in meshes.items() if mesh.size() < ranks.size
-    }
+    ranks_of = {key: repr(mesh.mesh.tolist()) for key, mesh in meshes.items() if mesh.size() < ranks.size}
+    own = {key: zlib.crc32(text.encode()) for key, text in ranks_of.items()}
 
     def on_several(found: list[dict[str, int]]) -> set[str]:
         first = {key: mesh for each in found for key, mesh in each.items()}

@@ -431,14 +431,12 @@ def _kinds_of(params: OptimizerParams, state: Mapping[str, Any]) -> dict[str, di
 
 
 def _check_places(kinds: Mapping[str, Mapping[TreePath, str]], form: Form) -> None:
-    for name, path in (
-        (name, path) for name, found in kinds.items() for path, kind in found.items() if is_placed(kind)
-    ):
-        if isinstance(form, Local):
-            raise CheckpointError(
-                f"{_title(name, path)} is a DTensor in other placements than its parameter, for which the local form "
-                "has no place. Use Sharded() or Full()."
-            )
+    placed = ((name, path) for name, found in kinds.items() for path, kind in found.items() if is_placed(kind))
+    if isinstance(form, Local) and (first := next(placed, None)) is not None:
+        raise CheckpointError(
+            f"{_title(*first)} is a DTensor in other placements than its parameter, for which the local form has no "
+            "place. Use Sharded() or Full()."
+        )
 
 
 def _check_alike(
@@ -450,11 +448,8 @@ def _check_alike(
     """
     items = [(name, path, kind, at(state[name], path)) for name, found in kinds.items() for path, kind in found.items()]
     keys = [", ".join(map(repr, (name, *path))) for name, path, _, _ in items]
-    plain = (
-        []
-        if isinstance(form, Local)
-        else [(name, path, v) for name, path, kind, v in items if kind == PLAIN and v.ndim]
-    )
+    compared = [] if isinstance(form, Local) else items
+    plain = [(name, path, value) for name, path, kind, value in compared if kind == PLAIN and value.ndim]
     checksums = {".".join(map(str, (name, *path))): checksum(value) for name, path, value in plain}
     opaque = [(name, path) for name, path, _, value in items if is_opaque(value)]
     found = owners.exchange(lambda: (digest(keys), checksums, opaque))
@@ -562,9 +557,7 @@ class _Load:
         saved_names = set(grouped if owners.provides() else state["state"])
         saved_names |= {name for name in state["state"] if str(name) in self._members}
         entries = {plain_name(name): entry for name, entry in state["state"].items() if name in saved_names}
-        kinds, dtypes = (
-            {plain_name(name): found for name, found in state.get(key, {}).items()} for key in ("kinds", "dtypes")
-        )
+        kinds, dtypes = ({plain_name(k): v for k, v in state.get(key, {}).items()} for key in ("kinds", "dtypes"))
         if owners.provides():
             saved = [{**g, "params": [plain_name(str(name)) for name in g["params"]]} for g in state["param_groups"]]
             groups = self._params.match_groups(saved, report.mismatch)

@@ -87,9 +87,9 @@ def _compare(group: ParamGroup, seen: _Seen) -> None:
     if (versions, sums) == (versions_now, sums_now):
         return
     parameters = group.parameters
-    changed = _changed(parameters, versions, versions_now)
+    changed = _changed(group, versions, versions_now)
     if sums is not None and sums_now is not None:
-        changed |= _changed(parameters, sums, sums_now)
+        changed |= _changed(group, sums, sums_now)
     if not changed:  # changed through the local tensors, which share one version counter per bucket
         sharing = [bucket.parameters for bucket in group.buckets for _ in bucket.versioned]
         memory, memory_now = versions[len(parameters) :], versions_now[len(parameters) :]
@@ -108,10 +108,8 @@ def _sums(group: ParamGroup) -> list[list[int]]:
     return [_sum_of(parameter) for parameter in group.parameters]
 
 
-def _changed(
-    parameters: Sequence[ShardedParameter], then: Sequence[object], now: Sequence[object]
-) -> set[ShardedParameter]:
-    return {p for p, before, after in zip(parameters, then, now, strict=False) if before != after}
+def _changed(group: ParamGroup, then: Sequence[object], now: Sequence[object]) -> set[ShardedParameter]:
+    return {p for p, before, after in zip(group.parameters, then, now, strict=False) if before != after}
 
 
 def _sum_of(parameter: ShardedParameter) -> list[int]:

@@ -28,9 +28,8 @@ class CompiledCodecs(Observer):
         calls = [(call, device) for call, device in found if call.numel and is_compiled(call.codec, device)]
         if calls and dist.get_rank() == 0:
             codecs = ", ".join(dict.fromkeys(repr(call.codec) for call, _ in calls))
-            logger.warning(
-                "%s: compiling %s before the first all-gather, which may take minutes", root.root_state.name, codecs
-            )
+            text = "%s: compiling %s before the first all-gather, which may take minutes"
+            logger.warning(text, root.root_state.name, codecs)
         for call, device in calls:
             call.make(device)
 

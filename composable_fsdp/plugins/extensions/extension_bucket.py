@@ -201,15 +201,14 @@ class ExtendedBucket:
     def _agree(self, payloads: Sequence[Payload]) -> None:
         """Learn what every rank sends, and raise on all ranks if the inputs do not fit together."""
         own = [tuple((tuple(t.shape), t.dtype) for t in payload.inputs) for payload in payloads]
-        for gathered, specs in zip(
-            self._gathered, zip(*gather_objects(own, self.pgs.axes.shard), strict=True), strict=True
-        ):
-            gathered.specs = list(specs)
+        of_ranks = gather_objects(own, self.pgs.axes.shard)
+        for gathered, *specs in zip(self._gathered, *of_ranks, strict=True):
+            gathered.specs = specs
             alike = {tuple((shape[1:], dtype) for shape, dtype in of_rank) for of_rank in specs}
             if len(alike) > 1:
                 raise ParameterError(
                     f"fsdp_pre_all_gather of parameter {gathered.extension.name!r} returned inputs on some ranks that "
-                    f"do not fit those of others: {list(specs)} (shape and dtype of each, by shard rank). They may "
+                    f"do not fit those of others: {specs} (shape and dtype of each, by shard rank). They may "
                     "differ in dim 0 only."
                 )
 

@@ -151,7 +151,8 @@ class GlooCommunicator:
         messages = self._messages(transfers) if kind is Collective.REDUCE_SCATTER else []
         if self.broken:
             self.check()
-        number = self.launched = self.launched + 1
+        self.launched += 1
+        number = self.launched
         works: list[Work] = []
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         finish = None

@@ -256,9 +256,8 @@ class SharedBucket(InPlaceBucket):
         touched = [k for k, (now, before) in enumerate(zip(versions, known, strict=True)) if now != before]
         if recorded:
             now = (self._parts, [parameter.full for parameter in self.parameters])
-            touched = [
-                k for k in touched if any(not _same_bits(a[k], b[k]) for a, b in zip(recorded, now, strict=False))
-            ]
+            pairs = list(zip(recorded, now, strict=False))
+            touched = [k for k in touched if any(not _same_bits(before[k], after[k]) for before, after in pairs)]
         self._keeps_values = self._was_touched = True
         if touched:
             unknown = (
@@ -315,9 +314,8 @@ class Epochs(Observer):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait until no rank reads shared memory that ``optimizer`` will write. It is looked up only if needed."""
-        awaiting = [
-            known for each in self._of_roots if (known := each()) is not None and known.is_idle and known.awaited
-        ]
+        known_roots = [known for each in self._of_roots if (known := each()) is not None]
+        awaiting = [known for known in known_roots if known.is_idle and known.awaited]
         if awaiting:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             own = {state for p in parameters if (state := state_of_parameter(p)) is not None}

@@ -85,9 +85,7 @@ class SharedMemoryCommunicator:
 
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         if op is not ReduceOp.SUM:
-            raise UnsupportedError(
-                "a communicator in shared memory does not average: ask for its traits, or sum and divide."
-            )
+            raise UnsupportedError("a communicator in shared memory does not average: look at its traits, or divide.")
         label = label or kind.label
         if kind is Collective.BARRIER:
             return self.engine.launch(Barrier(label))

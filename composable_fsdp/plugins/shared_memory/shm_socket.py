@@ -109,11 +109,8 @@ class ShmSocket:
                 del self._unsent[peer]
 
     def _send(self, peer: int, data: bytes, segment: Segment | None) -> bool:
-        rights = (
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(segment.descriptor))]
-            if segment is not None
-            else []
-        )
+        sent = [] if segment is None else [_DESCRIPTOR.pack(segment.descriptor)]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, each) for each in sent]
         try:
             self._sockets[peer].sendmsg([data], rights, socket.MSG_NOSIGNAL)
         except BlockingIOError:
