@@ -13,7 +13,6 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from typing import cast
 
@@ -107,22 +106,8 @@ def _parameters(parameters: nn.Module | Tensors) -> list[torch.Tensor]:
 # -- the norm
 
 
-@dataclass(frozen=True)
-class _ShardAxes:
-    """The axes of ``mesh`` that a tensor is sharded over; none for a plain or replicated tensor."""
-
-    mesh: DeviceMesh | None = None
-    axes: tuple[int, ...] = ()
-
-
-@dataclass
-class _AllReduce:
-    """One all-reduce: its process group, its device, and the indices of the axis sets whose numbers it sums."""
-
-    group: dist.ProcessGroup
-    device: str
-    axis_sets: list[int] = field(default_factory=list)
-
+_ShardAxes = tuple[tuple[DeviceMesh, int], ...]
+"""The axes of a mesh that a tensor is sharded over, each with the mesh; none for a plain or replicated tensor."""
 
 _NormInput = tuple[torch.Tensor, torch.Tensor | None]
 """A tensor whose mesh and placements are the same on every rank, and the tensor with that layout to count, if any."""
@@ -139,10 +124,10 @@ def _total_norm(inputs: Sequence[_NormInput], norm_type: float, error_if_nonfini
     wide = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
     sums = [_sum_of_powers(part, order, here) for part in shards.values()]
     total = torch.stack(sums) if sums else torch.zeros(0, 2, device=here)
-    for reduction in _all_reduces(list(shards)):
-        numbers = total[reduction.axis_sets].to(reduction.device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX if order == inf else dist.ReduceOp.SUM, reduction.group)
-        total[reduction.axis_sets] = numbers.to(here)
+    for device, group, indices in _all_reduces(list(shards)):
+        numbers = total[indices].to(device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX if order == inf else dist.ReduceOp.SUM, group)
+        total[indices] = numbers.to(here)
     norm = _from_powers(total, order).to(torch.float64 if wide else torch.float32)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise GradientError(
@@ -171,33 +156,33 @@ def _by_shard_axes(inputs: Sequence[_NormInput]) -> dict[_ShardAxes, list[torch.
 
 def _shard_axes(tensor: torch.Tensor) -> _ShardAxes:
     if not isinstance(tensor, DTensor):
-        return _ShardAxes()
+        return ()
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         raise MeshError(
             f"a gradient of shape {tuple(tensor.shape)} is on the mesh {mesh.mesh.tolist()}, which rank "
             f"{dist.get_rank()} is not in. Pass only gradients whose mesh has this rank."
         )
-    axes = tuple(
-        axis
+    return tuple(
+        (mesh, axis)
         for axis, placement in enumerate(tensor.placements)
         if not placement.is_replicate() and not placement.is_partial() and mesh.size(axis) > 1
     )
-    return _ShardAxes(mesh, axes) if axes else _ShardAxes()
 
 
-def _all_reduces(axis_sets: Sequence[_ShardAxes]) -> list[_AllReduce]:
+def _all_reduces(axis_sets: Sequence[_ShardAxes]) -> list[tuple[str, dist.ProcessGroup, list[int]]]:
     """Return one all-reduce per distinct set of ranks, in the order in which an axis first has them.
+
+    Each has a device, a process group, and the indices of the axis sets whose numbers it sums.
 
     All ranks of a set get the same axis sets for it, in the same order, so no two ranks wait for each other.
     """
-    reductions: dict[tuple[str, tuple[int, ...]], _AllReduce] = {}
-    for index, shard_axes in enumerate(axis_sets):
-        for axis in shard_axes.axes:
-            assert shard_axes.mesh is not None
-            group, device = shard_axes.mesh.get_group(axis), shard_axes.mesh.device_type
+    reductions: dict[tuple[str, tuple[int, ...]], tuple[str, dist.ProcessGroup, list[int]]] = {}
+    for index, axes in enumerate(axis_sets):
+        for mesh, axis in axes:
+            group, device = mesh.get_group(axis), mesh.device_type
             key = (device, tuple(dist.get_process_group_ranks(group)))
-            reductions.setdefault(key, _AllReduce(group, device)).axis_sets.append(index)
+            reductions.setdefault(key, (device, group, []))[2].append(index)
     return list(reductions.values())
 
 
