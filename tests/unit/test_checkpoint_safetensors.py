@@ -393,7 +393,6 @@ class Fuse:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
         self.left = calls
-        monkeypatch.setattr(Replacement, "abandon", lambda self: None)
         for name in self.CALLS:
             monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
 
