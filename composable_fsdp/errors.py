@@ -30,6 +30,7 @@ __all__ = [
     "PeerError",
     "PlainParameterWarning",
     "ShardDimError",
+    "UnsavableStateWarning",
     "UnsupportedError",
     "UntestedTorchWarning",
     "printable",
@@ -158,6 +159,10 @@ class OffloadBackendWarning(UserWarning):
 
 class PlainParameterWarning(UserWarning):
     """Trainable parameters were added to a sharded model."""
+
+
+class UnsavableStateWarning(UserWarning):
+    """An optimizer keeps state of a tensor class that no checkpoint can have."""
 
 
 class UntestedTorchWarning(UserWarning):

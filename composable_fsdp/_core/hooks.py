@@ -221,6 +221,8 @@ def _install_optimizer_hooks() -> Callable[[], None]:
             if begun is not None and is_outermost:
                 forget_step(begun)
             _note_step(optimizer, is_outermost=is_outermost)
+            for observer in OBSERVERS:
+                observer.after_step(optimizer)
 
     handles = (
         register_optimizer_step_pre_hook(wrapped_hook(before_step)),

@@ -112,6 +112,9 @@ class Observer:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that ``optimizer`` is about to step. Called while the process has FSDP states, for every optimizer."""
 
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that ``optimizer`` has stepped, as ``before_step`` does."""
+
     def raised(self, error: BaseException) -> None:
         """Note that ``error`` is leaving a forward, whose parameters are unsharded still."""
 

@@ -74,7 +74,7 @@ from composable_fsdp.checkpoint._coordination import (
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, candidates
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.model import check_meshes
-from composable_fsdp.checkpoint._state_dict.opaque_state import pickled, why_not_pickled
+from composable_fsdp.checkpoint._state_dict.opaque_state import pickled
 from composable_fsdp.checkpoint._state_dict.optimizer import (
     OptimizerParam,
     OptimizerParams,
@@ -103,6 +103,7 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
     tensors_of,
 )
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from composable_fsdp.plugins.checks.optimizer_checks import why_not_pickled
 from composable_fsdp.plugins.codecs.communication_state import CommunicationState
 
 ContentsPath = tuple[Any, ...]
@@ -250,6 +251,10 @@ class Contents:
         values = {key_of(path): plain_text(value) for path, value in self.objects.items() if path[0] == "optimizer"}
         inner = inner_tensors.inner_contributions_of(parts)
         return Contribution(self.groups, self.layouts, self.replicated, values, inner)
+
+    def further_keys(self) -> dict[str, str]:
+        """Return the keys of ``aliases``, with that of the tensor."""
+        return {key_of(alias): key_of(path) for alias, path in self.aliases.items()}
 
     def settings_by_parameter(self) -> dict[ContentsPath, ContentsPath]:
         """Return the path of each parameter's settings in torch's flattened state dicts, with that of their group's."""
@@ -704,8 +709,7 @@ class _Save:
         def each() -> tuple[SavePlan, Mapping[str, str]]:
             contents.settle(merged)
             self._planner = SavePlanner(contents, weights_only=self._weights_only)
-            further_keys = {key_of(alias): key_of(path) for alias, path in contents.aliases.items()}
-            return self._planner.create_local_plan(), further_keys
+            return self._planner.create_local_plan(), contents.further_keys()
 
         def central(planned: list[tuple[SavePlan, Mapping[str, str]]]) -> Sequence[tuple[str, str, int, SavePlan]]:
             check_parts([plan for plan, _ in planned])

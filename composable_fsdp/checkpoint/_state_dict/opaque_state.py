@@ -115,20 +115,6 @@ def unpickled(data: bytes, classes: set[type]) -> torch.Tensor:
     return cast(torch.Tensor, found)
 
 
-def why_not_pickled(tensor: torch.Tensor) -> str:
-    """Return why a wrapper that cannot be cut cannot be saved either, or an empty text."""
-    try:
-        unpickled(pickled(tensor), classes_of(tensor))
-    except Exception as error:  # the code of any class
-        text = said(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-        return (
-            f"its class cannot be cut like the parameter (chunk), nor pickled and loaded again ({text}). Implement "
-            "chunk for the class; or keep only tensors, numbers and strings in its attributes; or admit their classes "
-            "with torch.serialization.add_safe_globals"
-        )
-    return ""
-
-
 def is_pickled(metadata: Metadata, key: str) -> bool:
     """Return whether a chunk of ``key`` has fewer bytes than plain values: torch's metadata does not name its class."""
     saved = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])

@@ -1,31 +1,52 @@
-"""Checks of an optimizer before its step: its parameters, its gradients, and their precision."""
+"""Checks of an optimizer before its step: its parameters, its gradients, and their precision; after it: its state."""
 
 from __future__ import annotations
 
+import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.serialization import get_safe_globals, safe_globals
 
 from composable_fsdp._core.events import GradientState
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import sharded_parameters
-from composable_fsdp._core.params import ShardedParameter, find_parameter, find_replaced, find_unsharded
+from composable_fsdp._core.params import (
+    ShardedParameter,
+    find_parameter,
+    find_replaced,
+    find_unsharded,
+    is_wrapper,
+    local_part,
+)
 from composable_fsdp._core.seams import Observer
-from composable_fsdp.errors import ConfigurationError, LifecycleError, LowPrecisionWarning
+from composable_fsdp._extents import has_own_memory
+from composable_fsdp.errors import ConfigurationError, LifecycleError, LowPrecisionWarning, UnsavableStateWarning
 
 _has_warned_of_low_precision = False
 _CHECKED_ATTRIBUTE = "_composable_fsdp_checked"
 """The attribute of checked optimizers with their number of parameters then. Copies and pickles do not have it."""
 
+_CHECKED_STATE_ATTRIBUTE = "_composable_fsdp_checked_state"
+"""The attribute with the number of parameters that had state when it was checked."""
+
 
 class OptimizerChecks(Observer):
-    """Refuses a step that would change nothing, or what is freed again."""
+    """Refuses a step that would change nothing, or what is freed again. Warns of state that cannot be saved."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         _check_optimizer(optimizer)
         _check_gradients(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        number = len(optimizer.state)
+        if vars(optimizer).get(_CHECKED_STATE_ATTRIBUTE) != number:
+            vars(optimizer)[_CHECKED_STATE_ATTRIBUTE] = number
+            _warn_of_state_without_checkpoints(optimizer)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -93,6 +114,62 @@ def _warn_of_low_precision(optimizer: torch.optim.Optimizer, parameters: Sequenc
         LowPrecisionWarning,
         stacklevel=7,
     )
+
+
+def _warn_of_state_without_checkpoints(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of state of tensor classes that ``checkpoint.save`` cannot save, once for each class.
+
+    Warns:
+        UnsavableStateWarning: such a class cannot be cut like its parameter, and its pickle cannot be loaded.
+    """
+    smallest: dict[type, tuple[torch.Tensor, str, torch.Tensor]] = {}
+    for parameter, entry in optimizer.state.items():
+        for key, value in entry.items() if isinstance(entry, Mapping) else ():
+            local = local_part(value) if isinstance(value, torch.Tensor) else None
+            if local is not None and not has_own_memory(local) and not isinstance(local, FakeTensor):  # as plans have
+                found = smallest.setdefault(type(local), (parameter, key, local))
+                if local.numel() < found[2].numel():
+                    smallest[type(local)] = parameter, key, local
+    for kind, (parameter, key, local) in smallest.items():
+        if reason := _why_not_saved(local):
+            state = find_parameter(parameter)
+            name = f"of shape {tuple(parameter.shape)}" if state is None else repr(state.name)
+            warnings.warn(
+                f"{type(optimizer).__name__} keeps {key!r} of parameter {name} as a {kind.__module__}."
+                f"{kind.__qualname__}, so no checkpoint can be saved: {reason}.",
+                UnsavableStateWarning,
+                stacklevel=7,
+            )
+
+
+def _why_not_saved(local: torch.Tensor) -> str:
+    if not is_wrapper(local):
+        return "the class has __torch_dispatch__ and no __tensor_flatten__. Give it that and __tensor_unflatten__"
+    try:
+        local.chunk(2)
+    except Exception:  # the class's own code: it cannot be cut, and is saved as a pickle
+        return why_not_pickled(local)
+    return ""
+
+
+def why_not_pickled(local: torch.Tensor) -> str:
+    """Return why a wrapper that cannot be cut cannot be saved either, or an empty text."""
+    try:
+        torch.save(local, data := io.BytesIO())
+        data.seek(0)
+        inner = [type(getattr(local, name)) for name in cast(Any, local).__tensor_flatten__()[0]]
+        known = get_safe_globals()  # safe_globals would take them away at its end
+        with safe_globals([each for each in (type(local), *inner) if each not in known]):
+            torch.load(data, weights_only=True)
+    except Exception as error:  # the code of any class
+        lines = str(error).splitlines() or [type(error).__name__]
+        line = next((line for line in lines if "WeightsUnpickler" in line), lines[0]).strip()
+        return (
+            f"its class cannot be cut like the parameter (chunk), nor pickled and loaded again ({line}). Implement "
+            "chunk for the class; or keep only tensors, numbers and strings in its attributes; or admit their classes "
+            "with torch.serialization.add_safe_globals"
+        )
+    return ""
 
 
 def _holds_gradient_of(group: ParamGroup, parameter: ShardedParameter) -> bool:
