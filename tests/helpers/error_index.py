@@ -244,7 +244,7 @@ def _table(rows: Iterator[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _meaning(name: str) -> str:
-    return str(getattr(errors, name).__doc__).replace("``", "`")
+    return " ".join(str(getattr(errors, name).__doc__).split("\n\n")[0].split()).replace("``", "`")
 
 
 if __name__ == "__main__":
