@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from composable_fsdp.optim.owner_step import owner_step
     from composable_fsdp.plugins.codecs.communication_state import CommunicationState
     from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
+    from composable_fsdp.plugins.weight_stream.changed_params import stream_changed_params
     from composable_fsdp.plugins.weight_stream.stream import copy_params, stream_full_params
     from composable_fsdp.policies import (
         CPUOffloadPolicy,
@@ -100,6 +101,7 @@ __all__ = [
     "share_comm_ctx",
     "shutdown",
     "step_schedule",
+    "stream_changed_params",
     "stream_full_params",
     "tie_groups",
     "to_empty",
@@ -135,6 +137,7 @@ _ON_FIRST_USE = FirstUse(
         "optim.owner_step": "owner_step",
         "plugins.codecs.communication_state": "CommunicationState",
         "plugins.full_params": "apply_to_full_params unsharded_params",
+        "plugins.weight_stream.changed_params": "stream_changed_params",
         "plugins.weight_stream.stream": "copy_params stream_full_params",
         "policies": "CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy OffloadPolicy cpu_offload_by_budget",
         "wrap.tied_weights": "tie_groups",

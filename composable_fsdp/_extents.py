@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -21,6 +21,19 @@ from composable_fsdp._core.layout import ShardLayout, TensorShards
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import local_part, plain_tensors
 from composable_fsdp._core.state import FSDPState, states_below
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+}
+"""Dtypes by their names in the format safetensors."""
 
 Ranges = tuple[range, ...]
 

@@ -19,6 +19,7 @@ __all__ = [
     "ExecutionOrderWarning",
     "ExtensionError",
     "FSDPError",
+    "FlushError",
     "GradientError",
     "LifecycleError",
     "LostExtensionWarning",
@@ -110,6 +111,10 @@ class ExtensionError(ParameterError, AssertionError):
 
 class LifecycleError(FSDPError, RuntimeError):
     """An operation was called in a state in which it is not legal."""
+
+
+class FlushError(FSDPError, ValueError):
+    """Changed weights that a receiver cannot apply: damaged, not the next ones, or of other tensors."""
 
 
 class GradientError(FSDPError, RuntimeError):

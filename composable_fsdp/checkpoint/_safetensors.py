@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp._extents import Box, plain_name
+from composable_fsdp._extents import DTYPES, Box, plain_name
 from composable_fsdp._files import MOST_TEXT_BYTES, Directory, delete, read_text, regular_file
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,
@@ -67,19 +67,6 @@ _ANY_PART = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
 BLOCK_BYTES = 4 << 20
 """The most bytes of a file that one block to read or to write spans."""
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
-    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "BF16": torch.bfloat16,
-    "C64": torch.complex64,
-}
-"""Dtypes by their names in the format."""
 
 KeyMap = Callable[[str], str] | Mapping[str, str]
 """Maps names in the model to names in the files. Names that a mapping lacks are the same in both."""

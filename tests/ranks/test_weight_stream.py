@@ -31,7 +31,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 from composable_fsdp.plugins.weight_stream import JoinPart
-from tests._internals import _BucketGather
+from tests._internals import BucketGather
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import named_mesh
@@ -467,7 +467,7 @@ def read_in_inference_mode() -> None:
 
 def run_out_of_memory() -> None:
     model = shard_layers(seeded(UnevenMLP)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
-    rank, unpack, calls = dist.get_rank(), _BucketGather.unpack, iter(range(9))
+    rank, unpack, calls = dist.get_rank(), BucketGather.unpack, iter(range(9))
 
     def failing(gather: Any) -> torch.Tensor:
         if rank == 1 and next(calls) == 1:
@@ -475,7 +475,7 @@ def run_out_of_memory() -> None:
         return unpack(gather)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_BucketGather, "unpack", failing)
+        patch.setattr(BucketGather, "unpack", failing)
         kind, match = (torch.OutOfMemoryError, "second bucket") if rank else (PeerError, "^rank 1")
         with pytest.raises(kind, match=match):
             streamed(model, 100)

@@ -21,10 +21,20 @@ from composable_fsdp._core.memory import contiguous_strides
 from composable_fsdp._extents import Cut, ShardExtent
 from composable_fsdp.plugins.weight_stream.weight_names import PackedTensor, Unit, moved
 
-__all__ = ["HEADER_BYTES", "Distribution", "MessageLayout", "PackedLayout", "Slot", "fill_buckets", "placed"]
+__all__ = [
+    "HEADER_BYTES",
+    "HEADER_NUMBERS",
+    "Distribution",
+    "MessageLayout",
+    "PackedLayout",
+    "Slot",
+    "fill_buckets",
+    "placed",
+]
 
-HEADER_BYTES = 32
-"""Each rank's row of a message begins with four int64."""
+HEADER_NUMBERS = 8
+HEADER_BYTES = 8 * HEADER_NUMBERS
+"""Each rank's row of a message begins with int64 of which all ranks learn the largest."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
+from itertools import groupby
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -28,21 +28,13 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._core.comm import DONE, Collective, Communicator, Transfer
-from composable_fsdp._core.layout import ALIGNMENT_BYTES
-from composable_fsdp._core.memory import CommStream, InFlight, Work, device_capabilities
+from composable_fsdp._core.memory import CommStream, InFlight, device_capabilities
 from composable_fsdp._core.params import is_wrapper, local_part
 from composable_fsdp._extents import assemble_full, extent_of, plain_name
 from composable_fsdp.errors import ConfigurationError, DivergenceError, ParameterError, PeerError
+from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather, BucketPlan, plan_buckets
 from composable_fsdp.plugins.weight_stream.model_sources import ModelSources, prepare
-from composable_fsdp.plugins.weight_stream.packed_layout import (
-    HEADER_BYTES,
-    MessageLayout,
-    PackedLayout,
-    Slot,
-    fill_buckets,
-    placed,
-)
+from composable_fsdp.plugins.weight_stream.packed_layout import HEADER_NUMBERS, MessageLayout, PackedLayout, placed
 from composable_fsdp.plugins.weight_stream.weight_names import KeyMap, Named, PackedTensor, Unit, units_of
 
 __all__ = ["WeightBucket", "WeightStream", "copy_params", "stream_full_params"]
@@ -97,7 +89,7 @@ def stream_full_params(
     device: torch.device | str | None = None,
     rank0_only: bool = False,
     ahead: int = 1,
-) -> WeightStream:
+) -> WeightStream[WeightBucket]:
     """Return an iterator of buckets with all parameters of ``model`` in full, in the order of the model.
 
     Each bucket is one all-gather (two with tensor parallelism), however many parameters it has. The next one is in
@@ -146,10 +138,16 @@ def stream_full_params(
         DivergenceError: ranks call it for different models, or with different arguments.
         PeerError: another rank has raised one of these; in the loop, another rank has left it.
     """
-    return WeightStream(model, bucket_bytes, dtype, key_map, device, rank0_only, ahead)
+    sources = ModelSources.of(model, prepare(model, "stream_full_params"))
+
+    def contents() -> _FullParams:
+        check_arguments(bucket_bytes, dtype, ahead)
+        return _FullParams(sources, _plan(sources, sources.named(dtype), key_map, bucket_bytes))
+
+    return WeightStream("stream_full_params", sources, contents, device, rank0_only, ahead)
 
 
-def _check_arguments(bucket_bytes: int, dtype: torch.dtype | None, ahead: int) -> None:
+def check_arguments(bucket_bytes: int, dtype: torch.dtype | None, ahead: int) -> None:
     if bucket_bytes < 1:
         raise ConfigurationError(f"bucket_bytes is a number of bytes of at least 1, not {bucket_bytes!r}.")
     if ahead < 0:
@@ -158,49 +156,84 @@ def _check_arguments(bucket_bytes: int, dtype: torch.dtype | None, ahead: int) -
         raise ConfigurationError(f"dtype is a dtype of floating point or None, not {dtype!r}.")
 
 
-class WeightStream:
-    """An iterator of buckets, and a context that closes it. :func:`stream_full_params` makes it."""
+class Item(Protocol):
+    """What a stream yields, and frees once it is asked for the next one."""
+
+    def _release(self) -> None: ...
+
+
+T = TypeVar("T", bound=Item)
+T_co = TypeVar("T_co", bound=Item, covariant=True)
+
+
+class Contents(Protocol[T_co]):
+    """What a stream sends in its buckets."""
+
+    def __len__(self) -> int: ...
+
+    def sizes(self) -> object:
+        """Return what must be the same on all ranks."""
+
+    def opening(self) -> Sequence[int]:
+        """Return this rank's five numbers for the agreement, of which all ranks learn the largest."""
+
+    def agreed(self, numbers: Sequence[int]) -> None:
+        """Note the largest of all ranks' numbers."""
+
+    def gather(self, number: int, left: int) -> BucketGather:
+        """Return bucket ``number``, not launched yet. ``left`` is 1 + this rank if it has left: it sends no values."""
+
+    def received(self, number: int, gather: BucketGather, device: torch.device, *, takes: bool) -> T_co:
+        """Return what is yielded for bucket ``number``, which has arrived, with values if ``takes``."""
+
+    def finish(self) -> None:
+        """Note that this rank has yielded all buckets."""
+
+
+class WeightStream(Generic[T]):
+    """An iterator of buckets, and a context that closes it.
+
+    :func:`stream_full_params` and :func:`stream_changed_params` make it.
+    """
 
     _is_done = True
 
     def __init__(
         self,
-        model: nn.Module,
-        bucket_bytes: int,
-        dtype: torch.dtype | None,
-        key_map: KeyMap | None,
+        caller: str,
+        sources: ModelSources,
+        contents: Callable[[], Contents[T]],
         device: torch.device | str | None,
         rank0_only: bool,
         ahead: int,
     ) -> None:
-        self._sources = sources = ModelSources.of(model, prepare(model, "stream_full_params"))
+        self._caller, self._sources = caller, sources
         self._stream = CommStream("weights", device_capabilities(sources.device), priority=-1)
         self._device, self._ahead = sources.device, ahead
         self._gets_values = sources.is_root or not rank0_only
         self._left = 0
         """1 + the rank of this process once its consumer has left."""
-        self._buckets: list[_BucketPlan] = []
-        problem: BaseException | None = None
+        self._problem: BaseException | None = None
+        made: Contents[T] | None = None
         try:
-            _check_arguments(bucket_bytes, dtype, ahead)
+            made = contents()
             self._device = sources.device if device is None else torch.device(device)
-            self._buckets = _plan(sources, sources.named(dtype), key_map, bucket_bytes)
         except BaseException as error:  # also an interrupt of key_map: the others wait for this rank
-            problem = error
-        self._agree(problem)
-        self._in_flight: deque[tuple[_BucketGather, InFlight[None]]] = deque()
+            self._problem = error
+        self._contents = self._agree(made)
+        self._in_flight: deque[tuple[BucketGather, InFlight[None]]] = deque()
         self._launched = self._position = 0
-        self._current: WeightBucket | None = None
+        self._current: T | None = None
         self._is_done = False
 
     def __len__(self) -> int:
         """Return the number of buckets."""
-        return len(self._buckets)
+        return len(self._contents)
 
-    def __iter__(self) -> WeightStream:
+    def __iter__(self) -> WeightStream[T]:
         return self
 
-    def __enter__(self) -> WeightStream:
+    def __enter__(self) -> WeightStream[T]:
         return self
 
     def __exit__(
@@ -214,9 +247,11 @@ class WeightStream:
 
     @torch.inference_mode(False)  # one call may be in inference mode, and the next one not
     @torch.no_grad()
-    def __next__(self) -> WeightBucket:
+    def __next__(self) -> T:
         self._release()
-        if self._is_done or self._position == len(self._buckets):
+        if self._is_done or self._position == len(self):
+            if not self._is_done:
+                self._contents.finish()
             self._is_done = True
             raise StopIteration
         number = self._position
@@ -232,9 +267,11 @@ class WeightStream:
             raise
         if self._current is None:
             self._is_done = True
+            if self._problem is not None:
+                raise self._problem
             raise PeerError(
-                f"rank {left - 1} has left the loop over stream_full_params before the end: bucket {number + 1} of "
-                f"{len(self._buckets)} has no values of it. Look at its output for the error. All ranks have ended the "
+                f"rank {left - 1} has left the loop over {self._caller} before the end: bucket {number + 1} of "
+                f"{len(self)} has no values of it. Look at its output for the error. All ranks have ended the "
                 "stream, and can go on.",
                 [left - 1],
             )
@@ -249,38 +286,40 @@ class WeightStream:
         if self._is_done:
             return
         self._is_done = True
-        self._left = 1 + (dist.get_rank() if dist.is_initialized() else 0)
+        self._leave()
         if not self._sources.axes:
             return
         with torch.inference_mode(False), torch.no_grad():
-            while self._position < len(self._buckets):
+            while self._position < len(self):
                 self._launch(self._position + 1)
                 if self._receive(takes=False)[0]:
                     break
                 self._launch(self._position + self._ahead)
             self._drain()
 
+    def _leave(self) -> None:
+        self._left = 1 + (dist.get_rank() if dist.is_initialized() else 0)
+
     def _release(self) -> None:
         if self._current is not None:
             self._current._release()
             self._current = None
 
-    def _agree(self, problem: BaseException | None) -> None:
-        """Raise on all ranks if one has a ``problem``, or if they have planned different messages."""
-        sizes = [plan.sizes() for plan in self._buckets]
-        own, check = (1 + dist.get_rank() if problem is not None else 0), crc32(repr((sizes, self._ahead)).encode())
+    def _agree(self, made: Contents[T] | None) -> Contents[T]:
+        """Return what was made. Raise on all ranks if one has a problem, or if they send different messages."""
+        problem, numbers = self._problem, (0,) * (HEADER_NUMBERS - 3)
+        own, check = 1 + dist.get_rank() if problem is not None and dist.is_initialized() else 0, 0
+        if made is not None:
+            check, numbers = crc32(repr((made.sizes(), self._ahead)).encode()), tuple(made.opening())
+        largest, smallest = check, -check
         if self._sources.axes:
-            header = (own, check, -check, 0)
             everywhere = MessageLayout(tuple(range(len(self._sources.axes))), False)
-            plan = _BucketPlan(PackedLayout((), 0), ([everywhere], ()))
-            gather = _BucketGather(self._sources, plan, header, "agreement on stream_full_params")
+            plan = BucketPlan(PackedLayout((), 0), ([everywhere], ()))
+            gather = BucketGather(self._sources, plan, (own, check, -check, *numbers), f"agreement on {self._caller}")
             with torch.no_grad():
                 gather.run(self._stream).wait()
-            own, largest, smallest, _ = gather.header
-        elif problem is None:
-            return
-        else:
-            largest = smallest = 0
+            own, largest, smallest, *received = gather.header
+            numbers = tuple(received)
         if problem is not None:
             raise problem
         if own:
@@ -289,49 +328,81 @@ class WeightStream:
                 "was sent.",
                 [own - 1],
             )
+        assert made is not None
         if largest != -smallest:
             raise DivergenceError(
-                f"ranks call stream_full_params for different models or with different arguments: this rank planned "
-                f"{len(self._buckets)} buckets of {[sum(m.width for m in p.messages) for p in self._buckets]} bytes of "
-                "each rank. Nothing was sent. Pass the same model, bucket_bytes, dtype, key_map and ahead on all ranks."
+                f"ranks call {self._caller} for different models or with different arguments: this rank planned "
+                f"{len(made)} buckets of other sizes or parameters. Nothing was sent. Pass the same model, "
+                "bucket_bytes, dtype, key_map and other arguments on all ranks."
             )
+        made.agreed(numbers)
+        return made
 
     def _launch(self, end: int) -> None:
         """Launch the buckets up to ``end``, those that are left."""
-        for number in range(self._launched, min(end, len(self._buckets))):
-            plan = self._buckets[number]
-            label = f"bucket {number + 1} of stream_full_params"
-            gather = _BucketGather(self._sources, plan, (self._left, 0, 0, 0), label)
+        for number in range(self._launched, min(end, len(self))):
+            try:
+                gather = self._contents.gather(number, self._left)
+            except BaseException as error:  # such as one of memory, on this rank only
+                self._problem = error
+                self._leave()
+                gather = self._contents.gather(number, self._left)
             self._in_flight.append((gather, gather.run(self._stream)))
             self._launched += 1
 
-    def _receive(self, *, takes: bool) -> tuple[int, WeightBucket | None]:
+    def _receive(self, *, takes: bool) -> tuple[int, T | None]:
         """Wait for the next bucket. Return 1 + the rank that has left in it, or 0, and the bucket if none has."""
         gather, pending = self._in_flight.popleft()
-        plan = self._buckets[self._position]
-        self._position += 1
+        number, self._position = self._position, self._position + 1
         pending.wait()
         left = int(gather.header[0])
         if left:
             return left, None
-        if plan.whole is not None:
-            return 0, self._assemble(plan.whole, takes=takes)
-        if not takes:
-            return 0, WeightBucket(plan.layout, None, None)
         try:
-            packed = gather.unpack().to(self._device)
+            return 0, self._contents.received(number, gather, self._device, takes=takes)
         except BaseException:  # such as one of memory, on this rank only
             del gather, pending
             self.close()
             raise
-        return 0, WeightBucket(plan.layout, packed, None)
 
     def _drain(self) -> None:
         """Wait for what is in flight. All ranks have launched the same."""
         while self._in_flight:
             self._in_flight.popleft()[1].wait()
 
-    def _assemble(self, unit: Unit, *, takes: bool) -> WeightBucket:
+
+class _FullParams:
+    """Contents of a stream: all values."""
+
+    def __init__(self, sources: ModelSources, plans: Sequence[BucketPlan]) -> None:
+        self._sources, self._plans = sources, plans
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def sizes(self) -> object:
+        return [plan.sizes() for plan in self._plans]
+
+    def opening(self) -> Sequence[int]:
+        return (0,) * (HEADER_NUMBERS - 3)
+
+    def agreed(self, numbers: Sequence[int]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def gather(self, number: int, left: int) -> BucketGather:
+        header = (left, *(0,) * (HEADER_NUMBERS - 1))
+        return BucketGather(self._sources, self._plans[number], header, f"bucket {number + 1} of stream_full_params")
+
+    def received(self, number: int, gather: BucketGather, device: torch.device, *, takes: bool) -> WeightBucket:
+        plan = self._plans[number]
+        if plan.whole is not None:
+            return self._assemble(plan.whole, device, takes=takes)
+        return WeightBucket(plan.layout, gather.unpack().to(device) if takes else None, None)
+
+    def _assemble(self, unit: Unit, device: torch.device, *, takes: bool) -> WeightBucket:
         """Return a bucket of the inner tensors of a wrapper, which its own class gathers. All ranks must call it."""
         source = self._sources.sources[unit.members[0]]
         full, name = _arrived(assemble_full(source.tensor, source.sharding, False)), unit.tensors[0].name
@@ -341,160 +412,23 @@ class WeightStream:
         layout = PackedLayout(layout.tensors, layout.nbytes, unit.aliases)
         if not takes:
             return WeightBucket(layout, None, None)
-        packed = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
+        packed = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         for each, place in layout.unpack(packed).items():
             place.copy_(inner[each])
         return WeightBucket(layout, packed, partial(_rebuilt_by_name, name, _Wrapper.of(full)))
 
 
-class _BucketPlan:
-    """The messages of a bucket and what is made of them: plain tensors, or one tensor of a wrapper class."""
-
-    __slots__ = ("direct", "layout", "messages", "whole")
-
-    def __init__(
-        self,
-        layout: PackedLayout,
-        messages: tuple[Sequence[MessageLayout], Sequence[tuple[int, Slot]]],
-        whole: Unit | None = None,
-    ) -> None:
-        self.layout, self.whole = layout, whole
-        self.messages, self.direct = messages
-
-    def sizes(self) -> tuple[object, ...]:
-        """Return the sizes of all transfers, which must be the same on all ranks."""
-        of_messages = [(m.route, m.width, [(s.source, str(s.dtype)) for s in m.slots]) for m in self.messages]
-        of_direct = [(axis, slot.row_bytes, slot.source, str(slot.dtype)) for axis, slot in self.direct]
-        return of_messages, of_direct, None if self.whole is None else self.whole.members
-
-
-def _plan(
-    sources: ModelSources, named: Sequence[Named], key_map: KeyMap | None, bucket_bytes: int
-) -> list[_BucketPlan]:
+def _plan(sources: ModelSources, named: Sequence[Named], key_map: KeyMap | None, bucket_bytes: int) -> list[BucketPlan]:
+    """Return the plans of all buckets. One that its class gathers is alone in a bucket."""
     units = units_of(named, key_map)
     sources.check(units, named)
-    plans = []
-    begin = 0
-    for end in range(len(units) + 1):
-        is_whole = end < len(units) and named[units[end].members[0]].is_whole
-        if not is_whole and end < len(units):
-            continue
-        run = units[begin:end]
-        costs = [max(unit.nbytes, sum(sources.received_bytes(i, named[i]) for i in unit.members)) for unit in run]
-        for bucket in fill_buckets(costs, bucket_bytes):
-            chosen = run[bucket.start : bucket.stop]
-            layout, offsets = placed(chosen)
-            plans.append(_BucketPlan(layout, sources.messages(chosen, offsets, named)))
+    plans: list[BucketPlan] = []
+    for is_whole, run in groupby(units, lambda unit: named[unit.members[0]].is_whole):
         if is_whole:
-            plans.append(_BucketPlan(PackedLayout((), 0), sources.messages([], [], named), units[end]))
-        begin = end + 1
-    return plans
-
-
-class _BucketGather:
-    """The all-gathers of some messages, over one axis after the other. Owns the messages.
-
-    On devices without streams the first one is launched at once, and the others when the result is waited for.
-    """
-
-    def __init__(self, sources: ModelSources, plan: _BucketPlan, header: Sequence[int], label: str) -> None:
-        self._sources, self._plan, self._label = sources, plan, label
-        self._messages = plan.messages
-        self._device = sources.device
-        self._packed: torch.Tensor | None = None
-        self._next = 0
-        self._own = header
-        self._rows: list[torch.Tensor | None] = [None] * len(plan.messages)
-        self.header: Sequence[int] = header
-        """The largest numbers in the headers of all ranks, once it has arrived."""
-
-    def run(self, stream: CommStream) -> InFlight[None]:
-        """Launch it on ``stream``."""
-        launch = partial(self._launch, has_streams=stream.device.has_streams)
-        return stream.run(launch, self._finish, finish_in_wait=True)
-
-    def unpack(self) -> torch.Tensor:
-        """Return the memory of the bucket with all tensors, and free what was received."""
-        packed = self._bucket_memory()
-        for k, message in enumerate(self._messages):
-            rows, self._rows[k] = self._rows[k], None
-            if message.slots:
-                if rows is None:  # no axis cuts these
-                    rows = torch.empty(message.width, dtype=torch.uint8, device=self._device)
-                    self._write_row(message, None, rows)
-                message.unpack(rows, packed)
-        return packed
-
-    def _bucket_memory(self) -> torch.Tensor:
-        if self._packed is None:
-            self._packed = torch.empty(self._plan.layout.nbytes, dtype=torch.uint8, device=self._device)
-            self._packed[-ALIGNMENT_BYTES:].zero_()  # the end may belong to no tensor
-        return self._packed
-
-    def _launch(self, *, has_streams: bool) -> Work:
-        work = self._launch_next()
-        while has_streams and self._next < len(self._sources.axes):
-            work.wait()
-            work = self._launch_next()
-        return work
-
-    def _finish(self) -> None:
-        while self._next < len(self._sources.axes):
-            self._launch_next().wait()
-        known = self._known()
-        self.header = self._own if known is None else known.tolist()
-
-    def _launch_next(self) -> Work:
-        """Launch the all-gather over the next axis, of all messages whose route has it."""
-        if self._next == len(self._sources.axes):
-            return DONE
-        number, known, transfers = self._next, self._known(), []
-        self._next += 1
-        axis = self._sources.axes[number]
-        for k, message in enumerate(self._messages):
-            if number in message.route:
-                rows = self._rows[k] = self._rows_for(axis, message, self._rows[k], known)
-                transfers.append(Transfer(rows.view(-1), rows[axis.rank].view(-1)))
-        for slot in (slot for on, slot in self._plan.direct if on == number):
-            rows = self._bucket_memory()[slot.place : slot.place + axis.size * slot.row_bytes]
-            row = rows[axis.rank * slot.row_bytes : (axis.rank + 1) * slot.row_bytes]
-            transfers.append(Transfer(rows, row if self._own[0] else self._sources.shard_in(slot, row)))
-        return axis.launch(Collective.ALL_GATHER, transfers, self._label)
-
-    def _rows_for(
-        self, axis: Communicator, message: MessageLayout, before: torch.Tensor | None, known: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return memory for the rows of all ranks of ``axis``, with that of this rank, all that it has received."""
-        shape = (message.width,) if before is None or not message.slots else tuple(before.shape)
-        numel = axis.size * prod(shape)
-        rows = axis.allocate(numel, torch.uint8, self._device).view(axis.size, *shape)
-        sent = rows[axis.rank]
-        if before is None:
-            self._write_row(message, known, sent)
-        elif not message.slots:  # one header for all ranks that sent one
-            assert known is not None
-            sent.copy_(known.view(torch.uint8))
+            plans += (BucketPlan(PackedLayout((), 0), sources.messages([], [], named), unit) for unit in run)
         else:
-            sent.copy_(before)
-            headers = sent.view(torch.int64)[..., : HEADER_BYTES // 8]
-            torch.maximum(headers, cast(torch.Tensor, known), out=headers)
-        return rows
-
-    def _write_row(self, message: MessageLayout, known: torch.Tensor | None, row: torch.Tensor) -> None:
-        """Write the header and the shards of this rank to ``row``. A rank that has left sends a header only."""
-        header = row[:HEADER_BYTES].view(torch.int64)
-        header.copy_(torch.tensor(self._own, dtype=torch.int64))
-        if known is not None:
-            torch.maximum(header, known, out=header)
-        if not self._own[0]:
-            self._sources.pack(message, row)
-
-    def _known(self) -> torch.Tensor | None:
-        """Return the largest numbers in the headers that have arrived, ``None`` if none has."""
-        found = [rows.view(torch.int64)[..., : HEADER_BYTES // 8] for rows in self._rows if rows is not None]
-        if not found:
-            return None
-        return torch.cat([headers.reshape(-1, HEADER_BYTES // 8) for headers in found]).amax(0)
+            plans += plan_buckets(sources, list(run), named, bucket_bytes)
+    return plans
 
 
 # -- tensors of wrapper classes

@@ -1,0 +1,435 @@
+"""Streams of the values that changed since the last stream.
+
+Each rank casts its shards of a bucket to the dtype of the wire, one after the other in a row, and compares the row with
+the one that it sent last. What differs is sent by its offset in the bucket, which is the full tensors one after the
+other: so renamed, joined and split tensors need nothing more. All parameters of a bucket have one dtype.
+
+The rows of one message are as long as that of the rank with most changes. Ranks learn that length from the header of
+the message before, so that the changes of a bucket are found before the bucket in front of it is launched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from composable_fsdp._core.layout import ALIGNMENT_BYTES, aligned_bytes
+from composable_fsdp._extents import ShardExtent, extent_of
+from composable_fsdp.errors import ConfigurationError, ParameterError
+from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather, BucketPlan, plan_buckets
+from composable_fsdp.plugins.weight_stream.flush import INTEGERS, Flush, FlushHeader
+from composable_fsdp.plugins.weight_stream.model_sources import ModelSources, prepare
+from composable_fsdp.plugins.weight_stream.packed_layout import HEADER_BYTES, HEADER_NUMBERS, MessageLayout, Slot
+from composable_fsdp.plugins.weight_stream.stream import BUCKET_BYTES, WeightStream, check_arguments
+from composable_fsdp.plugins.weight_stream.weight_names import KeyMap, Named, units_of
+
+__all__ = ["SentParams", "stream_changed_params"]
+
+CALLER = "stream_changed_params"
+_NUM_LENGTHS = HEADER_NUMBERS - 4
+_COUNT_BYTES = 16
+"""Each row of changes begins with their number, and is aligned after it."""
+
+
+class SentParams:
+    """What :func:`stream_changed_params` has sent: of each shard of this rank a copy in the dtype that is sent.
+
+    The copies are in host memory. It refers to the parameters of the model. Of a new one, such as after a restart of
+    the sender, the first stream sends all values.
+    """
+
+    def __init__(self) -> None:
+        self._stream = self._number = 0
+        self._needs_all = True
+        self._is_complete = False
+        """The last stream has ended: on this rank all that it had to send was taken."""
+        self._rows: list[list[torch.Tensor]] = []
+        self._key: object = None
+        self._made_of: object = None
+        self._planned: tuple[ModelSources, _Buckets] | None = None
+        """What a stream of ``_made_of`` sends, so that it is planned once."""
+
+    def forget(self) -> None:
+        """Send all values next time, on all ranks if it is called on any: a receiver is new, or has lost a flush."""
+        self._needs_all = True
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the copies."""
+        return sum(row.nbytes for rows in self._rows for row in rows)
+
+
+def stream_changed_params(
+    model: nn.Module,
+    since: SentParams,
+    bucket_bytes: int = BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    key_map: KeyMap | None = None,
+    device: torch.device | str | None = None,
+    rank0_only: bool = False,
+    whole_above: float = 0.25,
+) -> WeightStream[Flush]:
+    """Return an iterator of flushes with the values of ``model``'s parameters that differ from those sent last.
+
+    After a step of fine-tuning in bf16 a few in a hundred values differ. ``since`` notes what is sent::
+
+        sent = SentParams()
+        for batch in batches:
+            train(batch)
+            for flush in stream_changed_params(model, sent, dtype=torch.bfloat16, rank0_only=True):
+                if flush.values is not None:
+                    send(flush.to_bytes())
+
+    A receiver calls :func:`apply_changes`. The first stream of ``since`` sends all values. So does the next one after a
+    stream that did not end on all ranks, after :meth:`SentParams.forget` on any rank, and after a change of the model's
+    parameters or of an argument. Each flush is one all-gather for each mesh axis; on replicas each value is sent once.
+    All ranks must call this together and iterate equally far, as for :func:`stream_full_params`, which says what
+    happens if they do not, and what ``bucket_bytes``, ``dtype``, ``key_map``, ``device`` and ``rank0_only`` are. Here
+    ``key_map`` is compared by its results.
+
+    Values are compared by their bits, after the cast. Memory is that of two buckets, and of ``since``. Tensors of a
+    flush are valid until the next one is asked for.
+
+    Args:
+        model: a module, sharded or not.
+        since: what was sent.
+        bucket_bytes: the most bytes of a bucket, if all of it is sent. A bucket has parameters of one dtype.
+        dtype: cast parameters of floating point to it, before they are compared.
+        key_map: renames, joins and splits.
+        device: the device of the flushes.
+        rank0_only: only the first rank gets values.
+        whole_above: the share of a bucket's values, from 0 to 1, from which on all of them are sent, without indices.
+            On ranks with fewer changes than others, as many as the others have count.
+
+    Raises:
+        ConfigurationError: an argument makes no sense.
+        ParameterError: parameters are on the meta device, pending sums, or of a tensor class.
+        LifecycleError: during a forward or backward.
+        DivergenceError: ranks call it for different models, or with different arguments.
+        PeerError: another rank has raised one of these; in the loop, another rank has left it.
+    """
+    sharded = prepare(model, CALLER)
+    named = list(model.named_parameters(remove_duplicate=False))
+    names = dict(key_map) if isinstance(key_map, Mapping) else key_map
+    made_of = [(n, id(p), p.dtype, p.device, id(sharded.get(id(p)))) for n, p in named], bucket_bytes, dtype, names
+    given: Any = since  # a wrong type is an error that all ranks raise, in contents()
+    sent: SentParams = given if isinstance(given, SentParams) else SentParams()
+    known = sent._planned if sent._made_of == made_of else None
+    sources = ModelSources.of(model, sharded) if known is None else known[0]
+
+    def contents() -> _ChangedParams:
+        check_arguments(bucket_bytes, dtype, 1)
+        if sent is not since or not 0 <= whole_above <= 1:
+            raise ConfigurationError(
+                f"{CALLER} needs since=SentParams(), kept from call to call, and whole_above from 0 to 1, not "
+                f"{type(since).__name__} and {whole_above!r}."
+            )
+        buckets = _plan(sources, dtype, key_map, bucket_bytes) if known is None else known[1]
+        sent._made_of, sent._planned = made_of, (sources, buckets)
+        return _ChangedParams(sources, buckets, sent, whole_above)
+
+    return WeightStream(CALLER, sources, contents, device, rank0_only, 1)
+
+
+class _Segment:
+    """This rank's shards of those parameters of a bucket that are gathered over one route, one after the other.
+
+    Invariant: shards are in the order of their parameters in the bucket, and none is empty.
+    """
+
+    def __init__(self, sources: ModelSources, route: tuple[int, ...], slots: Sequence[Slot]) -> None:
+        self.route = route
+        self.num_rows = prod(sources.axes[axis].size for axis in route)
+        own, begins, moves, end = [], [0], [], 0
+        self._scattered: list[tuple[int, int, ShardExtent]] = []
+        """The shards that are not contiguous in their parameter: number, place of the parameter, extent."""
+        for slot in sorted(slots, key=lambda slot: slot.place):
+            source = sources.sources[slot.source]
+            extent, size = extent_of(source.tensor, source.sharding), slot.dtype.itemsize
+            if extent.is_empty:
+                continue
+            place, boxes = slot.place // size, list(extent.boxes())
+            length, runs = boxes[0].runs(extent.shape)
+            numel = source.plain.numel()
+            if length == numel:
+                moves.append(place + next(runs) - end)
+            else:
+                self._scattered.append((len(moves), place, extent))
+                moves.append(0)
+            own.append(Slot(slot.source, slot.dtype, slot.tensor, numel * size, slot.place, end * size))
+            end += numel
+            begins.append(end)
+        self.slots, self.nbytes = tuple(slots), aligned_bytes(end * slots[0].dtype.itemsize)
+        self.shards = MessageLayout(route, False, tuple(own), self.nbytes)
+        self._begins, self._moves = torch.tensor(begins), torch.tensor(moves, dtype=torch.int64)
+
+    def places(self, at: torch.Tensor) -> torch.Tensor:
+        """Return the places in the bucket of elements ``at`` of the row: 1-d, int64, ascending, as is the result."""
+        bounds = torch.searchsorted(at, self._begins.to(at.device))
+        places = at + torch.repeat_interleave(self._moves.to(at.device), bounds.diff(), output_size=at.numel())
+        ends = bounds.tolist() if self._scattered else []
+        for k, place, extent in self._scattered:
+            own = slice(ends[k], ends[k + 1])
+            places[own] = place + _full_index(at[own] - int(self._begins[k]), extent)
+        return places
+
+
+class _Bucket:
+    """A bucket: its plan if all values are sent, and its segments.
+
+    Attributes:
+        tensors: name, shape and elements of each, in the order of the bucket.
+        lengths: of each segment the changes that each rank's row has room for, once that is known.
+        sends_all: all values are sent.
+    """
+
+    def __init__(self, sources: ModelSources, plan: BucketPlan, dtype: torch.dtype) -> None:
+        self.plan, self.dtype = plan, dtype
+        by_route: dict[tuple[int, ...], list[Slot]] = {}
+        for message in plan.messages:
+            for slot in message.slots:
+                by_route.setdefault(message.route, []).append(slot)
+        for axis, slot in plan.direct:
+            by_route.setdefault((axis,), []).append(slot)
+        self.segments = [_Segment(sources, route, slots) for route, slots in by_route.items()]
+        tensors = sorted(plan.layout.tensors, key=lambda tensor: (tensor.offset, prod(tensor.shape)))
+        self.tensors = [(tensor.name, tensor.shape, prod(tensor.shape)) for tensor in tensors]
+        self.numel = sum(numel for *_, numel in self.tensors)
+        self.index_dtype = torch.int32 if self.numel < 1 << 31 else torch.int64
+        self._offsets = torch.tensor([tensor.offset // dtype.itemsize for tensor in tensors], dtype=self.index_dtype)
+        self.lengths: Sequence[int] = ()
+        self.sends_all = False
+
+    def messages(self) -> list[MessageLayout]:
+        """Return the messages of changes: of each rank its header, their number, their places and values."""
+        found = []
+        for segment, length in zip(self.segments, self.lengths, strict=True):
+            if segment.route and length:
+                sizes = aligned_bytes(length * self.index_dtype.itemsize), aligned_bytes(length * self.dtype.itemsize)
+                width = HEADER_BYTES + _COUNT_BYTES + sum(sizes)
+                found.append(MessageLayout(segment.route, False, segment.slots, width))
+        return found
+
+    def parts_of(self, row: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where ``length`` places and values are in a row."""
+        begin = HEADER_BYTES + _COUNT_BYTES
+        middle = begin + aligned_bytes(length * self.index_dtype.itemsize)
+        places = row[begin : begin + length * self.index_dtype.itemsize].view(self.index_dtype)
+        values = row[middle : middle + length * self.dtype.itemsize].view(INTEGERS[self.dtype.itemsize])
+        return places, values
+
+    def merged(
+        self, gather: BucketGather, own: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[list[tuple[str, tuple[int, ...], int]], torch.Tensor, torch.Tensor]:
+        """Return the tensors with changes, and the indices and values of all ranks, in the order of the bucket."""
+        found, received = [], iter(range(len(self.segments)))
+        for segment, length, changes in zip(self.segments, self.lengths, own, strict=True):
+            if not segment.route:
+                found.append(changes)
+            elif length:
+                rows = gather.take_rows(next(received))
+                counts = rows[:, HEADER_BYTES : HEADER_BYTES + 8].view(torch.int64).flatten().tolist()
+                for row, count in zip(rows, counts, strict=True):
+                    places, values = self.parts_of(row, length)
+                    found.append((places[:count], values[:count]))
+        if not found:
+            device = self._offsets.device
+            return [], torch.empty(0, dtype=self.index_dtype, device=device), torch.empty(0, dtype=self.dtype)
+        places, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+        if len(found) > 1:
+            places, order = places.sort()
+            values = values[order]
+        offsets = self._offsets.to(places.device)
+        bounds = torch.searchsorted(places, offsets)
+        changed = torch.cat([bounds, bounds.new_tensor([places.numel()])]).diff()
+        places -= torch.repeat_interleave(offsets, changed, output_size=places.numel())
+        numbered = zip(self.tensors, changed.tolist(), strict=True)
+        tensors = [(name, shape, count) for (name, shape, _), count in numbered if count]
+        return tensors, places, values.view(self.dtype)
+
+
+class _Buckets(NamedTuple):
+    """All buckets, and a checksum of what must be the same on all ranks."""
+
+    buckets: Sequence[_Bucket]
+    sizes: int
+
+
+def _plan(sources: ModelSources, dtype: torch.dtype | None, key_map: KeyMap | None, bucket_bytes: int) -> _Buckets:
+    named = sources.named(dtype)
+    units = units_of(named, key_map)
+    sources.check(units, named)
+    by_dtype: dict[torch.dtype, list[Any]] = {}
+    for unit in units:
+        by_dtype.setdefault(unit.tensors[0].dtype, []).append(unit)
+        _check_dtype(named[unit.members[0]])
+    buckets = [
+        _Bucket(sources, plan, of_dtype)
+        for of_dtype, chosen in by_dtype.items()
+        for plan in plan_buckets(sources, chosen, named, bucket_bytes)
+    ]
+    return _Buckets(buckets, crc32(repr([bucket.plan.sizes() for bucket in buckets]).encode()))
+
+
+def _check_dtype(named: Named) -> None:
+    if named.is_whole or named.dtype.itemsize not in INTEGERS:
+        what = "of a tensor class" if named.is_whole else f"of {named.dtype}"
+        raise ParameterError(
+            f"parameter {named.names[0]!r} is {what}, of which {CALLER} cannot compare values. Leave it out by "
+            "key_map, and send it with stream_full_params."
+        )
+
+
+class _ChangedParams:
+    """Contents of a stream: the values that changed."""
+
+    def __init__(self, sources: ModelSources, buckets: _Buckets, sent: SentParams, whole_above: float) -> None:
+        self._sources, self._buckets, self._sent = sources, buckets.buckets, sent
+        self._whole_above, self._sizes = whole_above, buckets.sizes
+        routes = dict.fromkeys(segment.route for bucket in self._buckets for segment in bucket.segments)
+        self._field_of = {route: min(k, _NUM_LENGTHS - 1) for k, route in enumerate(routes)}
+        self._key = [(bucket.dtype, bucket.tensors, [s.nbytes for s in bucket.segments]) for bucket in self._buckets]
+        self._is_whole = sent._needs_all or not sent._is_complete or sent._key != self._key
+        self._changes: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """By bucket that is not received yet: places and values of the changes of each segment on this rank."""
+        self._lengths: Sequence[int] = ()
+        """The largest number of changes of a rank in the next bucket to launch, by field of the header."""
+        most = max((segment.nbytes for bucket in self._buckets for segment in bucket.segments), default=0)
+        self._row = torch.empty(most, dtype=torch.uint8, device=sources.device)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def sizes(self) -> object:
+        return self._sizes, self._whole_above
+
+    def opening(self) -> Sequence[int]:
+        """Return the begin of a new stream if this rank needs one, and the lengths of the first bucket."""
+        if self._is_whole:
+            return max(time.time_ns(), self._sent._stream + 1), *(0,) * _NUM_LENGTHS
+        return 0, *self._find(0)
+
+    def agreed(self, numbers: Sequence[int]) -> None:
+        stream, *self._lengths = numbers
+        self._is_whole = stream > 0
+        sent = self._sent
+        if self._is_whole:
+            sent._stream, sent._number, sent._key, sent._needs_all = stream, 0, self._key, False
+            sent._rows = [[] for _ in self._buckets]
+        sent._is_complete = False
+
+    def finish(self) -> None:
+        self._sent._is_complete = True
+
+    def gather(self, number: int, left: int) -> BucketGather:
+        bucket = self._buckets[number]
+        following: Sequence[int] = (0,) * _NUM_LENGTHS
+        if self._is_whole and not left:
+            self._sent._rows[number] = [self._packed(segment).cpu().clone() for segment in bucket.segments]
+        elif not left and number + 1 < len(self):
+            following = self._find(number + 1)
+        header, label = (left, 0, 0, 0, *following), f"bucket {number + 1} of {CALLER}"
+        bucket.lengths = [self._lengths[self._field_of[segment.route]] for segment in bucket.segments]
+        numel = sum(n * s.num_rows for n, s in zip(bucket.lengths, bucket.segments, strict=True))
+        bucket.sends_all = self._is_whole or numel > self._whole_above * bucket.numel
+        if bucket.sends_all:
+            return BucketGather(self._sources, bucket.plan, header, label)
+        messages = bucket.messages()
+        others = set(range(len(self._sources.axes))).difference(*(message.route for message in messages))
+        if others:
+            messages.append(MessageLayout(tuple(sorted(others)), False))
+        return BucketGather(
+            self._sources, BucketPlan(bucket.plan.layout, (messages, ())), header, label, partial(self._pack, number)
+        )
+
+    def _packed(self, segment: _Segment) -> torch.Tensor:
+        """Return this rank's row of ``segment``, in memory that the next one uses again."""
+        row = self._row[: segment.nbytes]
+        row[-ALIGNMENT_BYTES:].zero_()  # the end may belong to no shard
+        self._sources.pack(segment.shards, row)
+        return row
+
+    def _find(self, number: int) -> Sequence[int]:
+        """Find the changes of a bucket, and note them as sent. Return their numbers by field of the header.
+
+        Places are not looked for if the changes of this rank are so many that all values will be sent.
+        """
+        bucket, lengths = self._buckets[number], [0] * _NUM_LENGTHS
+        kind = INTEGERS[bucket.dtype.itemsize]
+        found = self._changes[number] = []
+        for segment, known in zip(bucket.segments, self._sent._rows[number], strict=True):
+            row = self._packed(segment)
+            before = known.to(row.device)
+            most = int(self._whole_above * bucket.numel / segment.num_rows)
+            count, at = _differing(row, before, kind, most)
+            field = self._field_of[segment.route]
+            lengths[field] = max(lengths[field], count)
+            if at is None:
+                known.copy_(row)
+                continue
+            values = row.view(kind)[at]
+            known.view(kind)[at.to(known.device)] = values.to(known.device)
+            found.append((segment.places(at).to(bucket.index_dtype), values))
+        return lengths
+
+    def _pack(self, number: int, message: MessageLayout, row: torch.Tensor) -> None:
+        """Write the number of changes of this rank, their places and values to ``row``, after the header."""
+        bucket = self._buckets[number]
+        k = next(k for k, segment in enumerate(bucket.segments) if segment.route == message.route)
+        places, values = self._changes[number][k]
+        row[HEADER_BYTES : HEADER_BYTES + 8].view(torch.int64).fill_(places.numel())
+        for part, given in zip(bucket.parts_of(row, bucket.lengths[k]), (places, values), strict=True):
+            part[: given.numel()].copy_(given)
+
+    def received(self, number: int, gather: BucketGather, device: torch.device, *, takes: bool) -> Flush:
+        bucket, sent = self._buckets[number], self._sent
+        own, self._lengths = self._changes.pop(number, []), gather.header[-_NUM_LENGTHS:]
+        at, sent._number = sent._number, sent._number + 1
+        if not takes:
+            return Flush("", None, None, 0)
+        if bucket.sends_all:
+            tensors, indices = bucket.tensors, None
+            values = gather.unpack()[: bucket.numel * bucket.dtype.itemsize].view(bucket.dtype)
+        else:
+            tensors, indices, values = bucket.merged(gather, own)
+        names = {name for name, *_ in tensors}
+        aliases = {alias: name for alias, name in bucket.plan.layout.aliases.items() if name in names}
+        header = FlushHeader(sent._stream, at, number, len(self), bucket.sends_all, bucket.dtype, tensors, aliases)
+        return Flush.of(header, indices if indices is None else indices.to(device), values.to(device))
+
+
+def _differing(
+    row: torch.Tensor, before: torch.Tensor, kind: torch.dtype, most: int
+) -> tuple[int, torch.Tensor | None]:
+    """Return how many elements of ``kind`` differ, and their indices, ascending, unless there are more than ``most``.
+
+    Words of 8 bytes are compared first: 3 times as fast, since few differ. ``row`` is of a multiple of 16 bytes.
+    """
+    words, others = row.view(torch.int64), before.view(torch.int64)
+    at = (words != others).nonzero().squeeze(1)
+    if at.numel() > most:
+        return at.numel(), None
+    per_word = 8 // kind.itemsize
+    if per_word > 1:
+        differ = (words[at].view(kind) != others[at].view(kind)).view(-1, per_word)
+        if (count := int(differ.count_nonzero())) > most:
+            return count, None
+        at = (at.unsqueeze(1) * per_word + torch.arange(per_word, device=at.device))[differ]
+    return at.numel(), at
+
+
+def _full_index(at: torch.Tensor, extent: ShardExtent) -> torch.Tensor:
+    """Return the indices in the flattened full tensor of elements ``at`` of the flattened shard of ``extent``."""
+    full, stride = torch.zeros_like(at), 1
+    for length, ranges in zip(reversed(extent.shape), reversed(extent.ranges), strict=True):
+        coordinates = torch.cat([torch.arange(r.start, r.stop, device=at.device) for r in ranges])
+        full += coordinates[at % coordinates.numel()] * stride
+        at, stride = at // coordinates.numel(), stride * length
+    return full
