@@ -381,8 +381,10 @@ class _ChangedParams:
 
     def _pack(self, number: int, message: MessageLayout, row: torch.Tensor) -> None:
         """Write the number of changes of this rank, their places and values to ``row``, after the header."""
+        if not message.slots:
+            return
         bucket = self._buckets[number]
-        k = next(k for k, segment in enumerate(bucket.segments) if segment.route == message.route)
+        k = [segment.route for segment in bucket.segments].index(message.route)
         places, values = self._changes[number][k]
         row[HEADER_BYTES : HEADER_BYTES + 8].view(torch.int64).fill_(places.numel())
         for part, given in zip(bucket.parts_of(row, bucket.lengths[k]), (places, values), strict=True):

@@ -1,0 +1,265 @@
+"""Streams of changed values: equal to full streams on all kinds of meshes, and ranks that leave or fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from composable_fsdp import (
+    PeerError,
+    ShardPlacementResult,
+    copy_params,
+    fully_shard,
+    stream_changed_params,
+    stream_full_params,
+)
+from composable_fsdp.errors import ConfigurationError, DivergenceError, FlushError, ParameterError
+from composable_fsdp.plugins.weight_stream import Flush, JoinPart, Position, SentParams, apply_changes
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.experts import MIXTURE, place_experts
+from tests.helpers.model_parallel import named_mesh
+from tests.helpers.models import Chain, UnevenMLP, seeded, shard_layers
+from tests.helpers.peak_memory import peak_of
+from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.tensor_classes import model_of
+from tests.helpers.transports import SOCKETS
+from tests.simulation import BACKEND, simulated_accelerator
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+class Receiver:
+    """Plain tensors that get the flushes of a model as bytes, and are compared with full streams."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.model, self.options, self.sent = model, options, SentParams()
+        self.state: dict[str, torch.Tensor] = {}
+        self.position: Position | None = None
+
+    def full(self) -> dict[str, torch.Tensor]:
+        found = {}
+        options = {name: value for name, value in self.options.items() if name != "whole_above"}
+        for bucket in stream_full_params(self.model, **options):
+            found |= {name: tensor.clone() for name, tensor in bucket.items()}
+            found |= {alias: found[name].clone() for alias, name in bucket.aliases.items()}
+        return found
+
+    def update(self) -> list[Flush]:
+        """Apply a stream, check it, and return copies of its flushes."""
+        full, flushes = self.full(), []
+        if not self.state:
+            self.state = {name: torch.full_like(tensor, 3) for name, tensor in full.items()}
+        for flush in stream_changed_params(self.model, self.sent, **self.options):
+            flushes.append(Flush.from_bytes(flush.to_bytes()))
+            self.position = apply_changes(self.state, flushes[-1], self.position)
+        assert self.position is not None
+        assert self.position.is_complete
+        for name, tensor in full.items():
+            assert torch.equal(bits(self.state[name]), bits(tensor)), name
+        for patch in (patch for flush in flushes for patch in flush.patches() if patch.indices is not None):
+            assert bool((patch.indices.diff() > 0).all()), "indices ascend, so that each is sent once"
+        return flushes
+
+
+class Attention(nn.Module):
+    """Weights of a Llama that samplers join or split."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate_up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        x = x + self.o(torch.sigmoid(self.q(h)) * self.k(h) + self.v(h))
+        return x + self.down(nn.functional.silu(self.gate_up(x)))
+
+
+class Llama(nn.Module):
+    def __init__(self, width: int = 24, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, width)
+        self.layers = nn.ModuleList(Attention(width) for _ in range(layers))
+        self.head = nn.Linear(width, 40, bias=False)
+        self.head.weight = self.embedding.weight
+        self.layers[0].v.weight.requires_grad_(False)  # type: ignore[union-attr]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def llama_names(name: str) -> Any:
+    """Join queries, keys and values, split gates, and rename the rest."""
+    for index, part in enumerate("qkv"):
+        if f".{part}." in name:
+            return JoinPart(name.replace(f".{part}.", ".qkv."), index, 3)
+    if "gate_up" in name:
+        return {name.replace("gate_up", "gate"): 20, name.replace("gate_up", "up"): 28}
+    return f"model.{name}"
+
+
+def sharded_llama(kind: str) -> nn.Module:
+    model = seeded(Llama)().bfloat16()
+    if kind == "tensor parallel":
+        mesh = named_mesh(dp=2, tp=2)
+        plan = {name: ColwiseParallel() for name in ("q", "k", "v", "gate_up")}
+        for layer in model.layers:  # type: ignore[union-attr]
+            parallelize_module(layer, mesh["tp"], {**plan, "o": RowwiseParallel(), "down": RowwiseParallel()})
+        return shard_layers(model, fully_shard, mesh=mesh["dp"])
+    shape = (2, 2) if kind == "hybrid" else (dist.get_world_size(),)
+    return shard_layers(model, fully_shard, mesh=init_device_mesh("cpu", shape))
+
+
+def sharded_mixture() -> nn.Module:
+    mesh, model = named_mesh(edp=2, ep=2), MIXTURE.build().bfloat16()
+    experts = place_experts(model, mesh["ep"])
+    return shard_layers(
+        model,
+        fully_shard,
+        mesh=mesh["edp", "ep"]._flatten("dp"),
+        shard_placement_fn=lambda p: ShardPlacementResult(Shard(1), mesh["edp"]) if p in experts else None,
+    )
+
+
+def follow_training(kind: str) -> None:
+    model = sharded_mixture() if kind == "experts" else sharded_llama(kind)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
+    receiver = Receiver(model, bucket_bytes=3000, key_map=None if kind == "experts" else llama_names)
+    torch.manual_seed(dist.get_rank())
+    sparse = 0
+    for step in range(100):
+        if kind == "experts":
+            loss = model(torch.randn(4, 5).bfloat16()).square().mean()
+        else:
+            loss = model(torch.randint(40, (2, 6))).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 9:
+            sparse += sum(not flush.parsed.is_whole for flush in receiver.update())
+    assert sparse >= 9
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("plain", 2), ("plain", 4), ("hybrid", 4), ("tensor parallel", 4), ("experts", 4)],
+)
+def test_a_receiver_of_changes_has_the_bytes_of_a_full_stream(kind: str, ranks: int) -> None:
+    run_ranks(follow_training, ranks, kind, timeout=240)
+
+
+class Odd(nn.Module):
+    """Parameters of many kinds: uneven, empty, scalar, of integers, in 1 to 4 dims."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        for k, shape in enumerate(shapes):
+            self.register_parameter(f"p{k}", nn.Parameter(torch.randn(shape)))
+        self.table = nn.Parameter(torch.arange(7), requires_grad=False)
+
+
+def flip(tensors: list[torch.Tensor], density: float, generator: torch.Generator) -> None:
+    """Set a share of the values to random bits: also NaN, infinities, zeros of both signs."""
+    for tensor in tensors:
+        value = tensor.detach()
+        chosen = torch.rand(value.shape, generator=generator) < density
+        if value.dtype == torch.int64:
+            value.add_(chosen)
+            continue
+        new = torch.randint(-(1 << 31), 1 << 31, value.shape, generator=generator).to(torch.int32)
+        special = torch.tensor([0.0, -0.0, float("nan"), float("inf")]).view(torch.int32)
+        new = torch.where(new % 3 == 0, special[new % 4], new)
+        value.view(torch.int32).copy_(torch.where(chosen, new, value.view(torch.int32)))
+
+
+LAYOUTS = ["plain", "hybrid", "last dim", "column", "row", "same dim", "two meshes"]
+
+
+def place(model: Odd, layout: str, mesh: DeviceMesh) -> nn.Module:
+    """Shard ``model`` on a mesh of 2 times 2 ranks."""
+    ignored = {p for p in model.parameters() if p.ndim == 0}
+    dims = {"column": -1, "row": 0, "same dim": 0}
+    if layout in dims:
+        for name, parameter in list(model.named_parameters()):
+            if parameter.ndim > 1:
+                placement = Shard(dims[layout] % parameter.ndim)
+                model.register_parameter(
+                    name, nn.Parameter(distribute_tensor(parameter.detach(), mesh["tp"], [placement]))
+                )
+    by_layout: dict[str, Any] = {
+        "plain": {"mesh": mesh._flatten("all")},
+        "hybrid": {"mesh": mesh},
+        "last dim": {"mesh": mesh, "shard_placement_fn": lambda p: Shard(p.ndim - 1)},
+        "row": {"mesh": mesh["dp"], "shard_placement_fn": lambda p: Shard(p.ndim - 1)},
+    }
+    if layout == "two meshes":
+        by_layout[layout] = {
+            "mesh": mesh["dp"],
+            "shard_placement_fn": lambda p: ShardPlacementResult(Shard(0), mesh["tp"]) if p.ndim > 1 else None,
+        }
+    return fully_shard(model, ignored_params=ignored, **by_layout.get(layout, {"mesh": mesh["dp"]}))
+
+
+SHAPES = st.lists(
+    st.lists(st.integers(0, 7), max_size=4).filter(lambda s: prod(s) < 300).map(tuple), min_size=1, max_size=5
+)
+
+
+def follow_odd_models() -> None:
+    mesh = named_mesh(dp=2, tp=2)
+
+    @settings(
+        max_examples=60,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        shapes=SHAPES,
+        layout=st.sampled_from(LAYOUTS),
+        densities=st.lists(st.sampled_from([0.0, 0.01, 0.1, 0.3, 1.0]), min_size=1, max_size=3),
+        bucket_bytes=st.sampled_from([1, 200, 1 << 20]),
+        dtype=st.sampled_from([None, torch.bfloat16, torch.float16, torch.float8_e4m3fn]),
+        whole_above=st.sampled_from([0.0, 0.25, 1.0]),
+    )
+    def check(shapes: Any, layout: str, densities: list[float], **options: Any) -> None:
+        generator = torch.Generator().manual_seed(len(shapes))
+        reference = Odd(shapes)
+        flip(list(reference.parameters()), 1.0, generator)
+        model = Odd(shapes)
+        model.load_state_dict(reference.state_dict())
+        place(model, layout, mesh)
+        receiver = Receiver(model, **options)
+        for density in (1.0, *densities):
+            flip(list(reference.parameters()), density, generator)
+            copy_params(reference, model)
+            flushes = receiver.update()
+            if density == 0:
+                assert not any(patch.values.numel() for flush in flushes for patch in flush.patches())
+
+    check()
+
+
+@pytest.mark.behaviour("C-14")
+def test_any_layout_and_density_has_the_bytes_of_a_full_stream() -> None:
+    run_ranks(follow_odd_models, 4, timeout=300)
