@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from composable_fsdp import (
@@ -24,15 +24,15 @@ from composable_fsdp import (
     stream_changed_params,
     stream_full_params,
 )
-from composable_fsdp.errors import ConfigurationError, DivergenceError, FlushError, ParameterError
+from composable_fsdp.errors import ConfigurationError, DivergenceError, FlushError
 from composable_fsdp.plugins.weight_stream import Flush, JoinPart, Position, SentParams, apply_changes
+from tests._internals import _ChangedParams
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import named_mesh
 from tests.helpers.models import Chain, UnevenMLP, seeded, shard_layers
 from tests.helpers.peak_memory import peak_of
 from tests.helpers.run_ranks import on_ranks, run_ranks
-from tests.helpers.tensor_classes import model_of
 from tests.helpers.transports import SOCKETS
 from tests.simulation import BACKEND, simulated_accelerator
 
@@ -164,6 +164,198 @@ def follow_training(kind: str) -> None:
 )
 def test_a_receiver_of_changes_has_the_bytes_of_a_full_stream(kind: str, ranks: int) -> None:
     run_ranks(follow_training, ranks, kind, timeout=240)
+
+
+class Stop(Exception):
+    pass
+
+
+def consume(receiver: Receiver, stop: int) -> int:
+    """Apply flushes, and raise in flush ``stop``. Return their number."""
+    count = 0
+    for flush in stream_changed_params(receiver.model, receiver.sent, **receiver.options):
+        count += 1
+        if count == stop:
+            raise Stop
+        receiver.position = apply_changes(receiver.state, flush, receiver.position)
+    return count
+
+
+def change(model: nn.Module, dense: tuple[str, ...] = ()) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local: Any = parameter.detach()
+            local = local.to_local() if hasattr(local, "to_local") else local
+            local.view(-1)[:: 1 if name in dense else 40].add_(1)
+
+
+def go_on_after_one_has_left(shape: tuple[int, ...]) -> None:
+    """Leave the loop on one rank in each flush. The others raise or end, and the next stream has all values."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = shard_layers(seeded(Chain)(), fully_shard, mesh=init_device_mesh("cpu", shape))
+    receiver = Receiver(model, bucket_bytes=150, dtype=torch.bfloat16)
+    total = len(receiver.update())
+    assert total >= 4
+    for stop in range(1, total + 1):
+        change(model, ("layers.1.weight",))
+        leaver = stop % size
+        same = rank // shape[-1] == leaver // shape[-1]
+        if rank == leaver:
+            with pytest.raises(Stop):
+                consume(receiver, stop)
+        elif stop + 1 < total and same:
+            match = rf"^rank {leaver} has left the loop over stream_changed_params before the end: bucket "
+            with pytest.raises(PeerError, match=match):
+                consume(receiver, 0)
+        else:
+            assert consume(receiver, 0) == total
+        everything = receiver.update()
+        assert {flush.parsed.is_whole for flush in everything} == {same}, "other replicas have lost nothing"
+        change(model, ("layers.2.weight",))
+        assert [flush.parsed.is_whole for flush in receiver.update()].count(True) == 1
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+def test_all_ranks_go_on_after_one_has_left_and_the_next_stream_is_whole(shape: tuple[int, ...]) -> None:
+    run_ranks(go_on_after_one_has_left, prod(shape), shape, timeout=120)
+
+
+def run_out_of_memory() -> None:
+    """Fail on one rank in each of its comparisons, and in each copy of what is sent."""
+    model = shard_layers(seeded(UnevenMLP)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    receiver = Receiver(model, bucket_bytes=100)
+    total = len(receiver.update())
+    packed, rank = _ChangedParams._packed, dist.get_rank()
+    for forgets in (False, True):
+        for call in range(total):
+            change(model)
+            if forgets:
+                receiver.sent.forget()
+            calls = iter(range(99))
+
+            def failing(*arguments: Any, calls: Any = calls, call: int = call) -> torch.Tensor:
+                if rank == 1 and next(calls) == call:
+                    raise torch.OutOfMemoryError("no memory")
+                return packed(*arguments)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_ChangedParams, "_packed", failing)
+                kind, match = (torch.OutOfMemoryError, "no memory") if rank else (PeerError, "^rank 1 ")
+                with pytest.raises(kind, match=match):
+                    consume(receiver, 0)
+            receiver.update()
+            change(model)
+            receiver.update()
+
+
+def ask_for_everything() -> None:
+    """Check forgetting on one rank, a new sender, other arguments, a wrong one on one rank, and other models."""
+    rank = dist.get_rank()
+    model = shard_layers(seeded(UnevenMLP)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    receiver = Receiver(model, bucket_bytes=100, whole_above=1)
+
+    def sends_all() -> bool:
+        change(model)
+        (found,) = {flush.parsed.is_whole for flush in receiver.update()}
+        return found
+
+    assert sends_all()
+    assert not sends_all()
+    if rank == 1:
+        receiver.sent.forget()
+    assert sends_all()
+    receiver.options["key_map"] = lambda name: name
+    assert not sends_all()
+    receiver.options["key_map"] = {"scale": "gain"}
+    receiver.state["gain"] = receiver.state["scale"]
+    assert sends_all()
+    if rank == 0:
+        receiver.sent = SentParams()  # a rank that has restarted
+    assert sends_all()
+    assert not sends_all()
+    model.to(torch.bfloat16)
+    receiver.state.clear()
+    assert sends_all()
+    kind, match = (
+        (PeerError, "^rank 1 cannot stream") if rank == 0 else (ConfigurationError, "^stream_changed_params n")
+    )
+    with pytest.raises(kind, match=match):
+        stream_changed_params(model, SentParams() if rank == 0 else None)  # type: ignore[arg-type]
+    with pytest.raises(DivergenceError, match=r"^ranks call stream_changed_params for different models or with differ"):
+        stream_changed_params(model, SentParams(), whole_above=(0.1, 0.2)[rank])
+    receiver.options["bucket_bytes"] = 200
+    assert sends_all()
+    assert not sends_all()
+
+
+def first_rank_only() -> None:
+    model = shard_layers(seeded(UnevenMLP)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    sent, state, position = SentParams(), dict[str, torch.Tensor](), None
+    for _ in range(3):
+        change(model)
+        full = Receiver(model, dtype=torch.float16).full()
+        state = state or {name: torch.empty_like(value) for name, value in full.items()}
+        for flush in stream_changed_params(model, sent, 100, torch.float16, rank0_only=True):
+            if dist.get_rank() == 0:
+                position = apply_changes(state, flush, position)
+            else:
+                with pytest.raises(FlushError, match=r"or this rank gets none \(rank0_only\)"):
+                    flush.to_bytes()
+        if dist.get_rank() == 0:
+            assert all(torch.equal(state[name], value) for name, value in full.items())
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("case", [run_out_of_memory, ask_for_everything, first_rank_only])
+def test_failures_on_one_rank_and_reasons_to_send_everything(case: Callable[[], None]) -> None:
+    run_ranks(case, 2, timeout=120)
+
+
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_a_flush_is_one_collective_and_memory_is_that_of_two_buckets_beside_the_copy() -> None:
+    width, layers = 256, 12
+    model = shard_layers(seeded(Chain, width=width, depth=layers)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    layer_bytes, sent = (width * width + width) * 2, SentParams()
+
+    def send() -> None:
+        for _ in stream_changed_params(model, sent, 2 * layer_bytes, torch.bfloat16):
+            pass
+
+    send()
+    assert sent.nbytes <= layers * (layer_bytes / 2 + 16)
+    for dense, most in (
+        ((), 1.2),
+        (("layers.5.weight", "layers.6.weight"), 2.1),
+        (tuple(dict(model.named_parameters())), 2.1),
+    ):
+        change(model, dense)
+        with counted_collectives() as counts:
+            send()
+        assert counts["all_gather"] == layers // 2 + 1
+        assert counts.total() == layers // 2 + 1 + counts["comparison"]
+        change(model, dense)
+        peak = peak_of(send)
+        assert peak <= most * 2 * layer_bytes + (16 << 10), peak / (2 * layer_bytes)
+    sent.forget()
+    peak = peak_of(send)
+    assert peak <= (2.6 * 2 + layers / 2) * layer_bytes + (16 << 10), peak / (2 * layer_bytes)
+
+
+@pytest.mark.behaviour("C-14")
+@on_ranks(2, environment=SOCKETS, timeout=120)
+def test_a_stream_of_changes_has_no_races_on_a_device() -> None:
+    mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
+    with simulated_accelerator() as device:
+        model = seeded(UnevenMLP)()
+        shard_layers(model, fully_shard, mesh=mesh)
+        receiver = Receiver(model, bucket_bytes=100, dtype=torch.bfloat16)
+        for dense in (), ("scale",), ("layers.1.weight",):
+            receiver.update()
+            change(model, dense)
+            device.synchronize()
+    assert [str(race) for race in device.races] == []
 
 
 class Odd(nn.Module):

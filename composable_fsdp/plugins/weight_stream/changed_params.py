@@ -34,6 +34,8 @@ __all__ = ["SentParams", "stream_changed_params"]
 
 CALLER = "stream_changed_params"
 _NUM_LENGTHS = HEADER_NUMBERS - 4
+_PIECE = 1 << 16
+"""The words that are looked at at a time, which bounds memory."""
 _COUNT_BYTES = 16
 """Each row of changes begins with their number, and is aligned after it."""
 
@@ -74,7 +76,7 @@ def stream_changed_params(
     key_map: KeyMap | None = None,
     device: torch.device | str | None = None,
     rank0_only: bool = False,
-    whole_above: float = 0.25,
+    whole_above: float = 0.2,
 ) -> WeightStream[Flush]:
     """Return an iterator of flushes with the values of ``model``'s parameters that differ from those sent last.
 
@@ -136,6 +138,12 @@ def stream_changed_params(
         return _ChangedParams(sources, buckets, sent, whole_above)
 
     return WeightStream(CALLER, sources, contents, device, rank0_only, 1)
+
+
+_Changes = tuple[torch.Tensor, torch.Tensor]
+"""Places in a bucket, and values as integers of their size."""
+_Tensor = tuple[str, tuple[int, ...], int]
+"""Name, shape and number of values."""
 
 
 class _Segment:
@@ -225,27 +233,11 @@ class _Bucket:
         values = row[middle : middle + length * self.dtype.itemsize].view(INTEGERS[self.dtype.itemsize])
         return places, values
 
-    def merged(
-        self, gather: BucketGather, own: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> tuple[list[tuple[str, tuple[int, ...], int]], torch.Tensor, torch.Tensor]:
+    def merged(self, gather: BucketGather, own: Sequence[_Changes]) -> tuple[list[_Tensor], torch.Tensor, torch.Tensor]:
         """Return the tensors with changes, and the indices and values of all ranks, in the order of the bucket."""
-        found, received = [], iter(range(len(self.segments)))
-        for segment, length, changes in zip(self.segments, self.lengths, own, strict=True):
-            if not segment.route:
-                found.append(changes)
-            elif length:
-                rows = gather.take_rows(next(received))
-                counts = rows[:, HEADER_BYTES : HEADER_BYTES + 8].view(torch.int64).flatten().tolist()
-                for row, count in zip(rows, counts, strict=True):
-                    places, values = self.parts_of(row, length)
-                    found.append((places[:count], values[:count]))
-        if not found:
-            device = self._offsets.device
-            return [], torch.empty(0, dtype=self.index_dtype, device=device), torch.empty(0, dtype=self.dtype)
-        places, values = (torch.cat(parts) for parts in zip(*found, strict=True))
-        if len(found) > 1:
-            places, order = places.sort()
-            values = values[order]
+        places, values = self._received(gather, own)
+        places, order = places.sort()
+        values = values[order]
         offsets = self._offsets.to(places.device)
         bounds = torch.searchsorted(places, offsets)
         changed = torch.cat([bounds, bounds.new_tensor([places.numel()])]).diff()
@@ -253,6 +245,20 @@ class _Bucket:
         numbered = zip(self.tensors, changed.tolist(), strict=True)
         tensors = [(name, shape, count) for (name, shape, _), count in numbered if count]
         return tensors, places, values.view(self.dtype)
+
+    def _received(self, gather: BucketGather, own: Sequence[_Changes]) -> list[torch.Tensor]:
+        """Return the places and values of all ranks, each in one tensor. What was received is freed."""
+        found, received = [], iter(range(len(self.segments)))
+        for segment, length, changes in zip(self.segments, self.lengths, own, strict=True):
+            if segment.route and length:
+                rows = gather.take_rows(next(received))
+                counts = rows[:, HEADER_BYTES : HEADER_BYTES + 8].view(torch.int64).flatten().tolist()
+                for row, count in zip(rows, counts, strict=True):
+                    places, values = self.parts_of(row, length)
+                    found.append((places[:count], values[:count]))
+            else:
+                found.append(changes)
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
 class _Buckets(NamedTuple):
@@ -297,12 +303,10 @@ class _ChangedParams:
         self._field_of = {route: min(k, _NUM_LENGTHS - 1) for k, route in enumerate(routes)}
         self._key = [(bucket.dtype, bucket.tensors, [s.nbytes for s in bucket.segments]) for bucket in self._buckets]
         self._is_whole = sent._needs_all or not sent._is_complete or sent._key != self._key
-        self._changes: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._changes: dict[int, list[_Changes]] = {}
         """By bucket that is not received yet: places and values of the changes of each segment on this rank."""
         self._lengths: Sequence[int] = ()
         """The largest number of changes of a rank in the next bucket to launch, by field of the header."""
-        most = max((segment.nbytes for bucket in self._buckets for segment in bucket.segments), default=0)
-        self._row = torch.empty(most, dtype=torch.uint8, device=sources.device)
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -332,7 +336,7 @@ class _ChangedParams:
         bucket = self._buckets[number]
         following: Sequence[int] = (0,) * _NUM_LENGTHS
         if self._is_whole and not left:
-            self._sent._rows[number] = [self._packed(segment).cpu().clone() for segment in bucket.segments]
+            self._sent._rows[number] = [self._packed(segment).cpu() for segment in bucket.segments]
         elif not left and number + 1 < len(self):
             following = self._find(number + 1)
         header, label = (left, 0, 0, 0, *following), f"bucket {number + 1} of {CALLER}"
@@ -350,8 +354,8 @@ class _ChangedParams:
         )
 
     def _packed(self, segment: _Segment) -> torch.Tensor:
-        """Return this rank's row of ``segment``, in memory that the next one uses again."""
-        row = self._row[: segment.nbytes]
+        """Return this rank's row of ``segment``."""
+        row = torch.empty(segment.nbytes, dtype=torch.uint8, device=self._sources.device)
         row[-ALIGNMENT_BYTES:].zero_()  # the end may belong to no shard
         self._sources.pack(segment.shards, row)
         return row
@@ -418,13 +422,15 @@ def _differing(
     at = (words != others).nonzero().squeeze(1)
     if at.numel() > most:
         return at.numel(), None
-    per_word = 8 // kind.itemsize
-    if per_word > 1:
-        differ = (words[at].view(kind) != others[at].view(kind)).view(-1, per_word)
-        if (count := int(differ.count_nonzero())) > most:
+    per_word, found, count = 8 // kind.itemsize, [], 0
+    lanes = torch.arange(per_word, device=at.device)
+    for piece in at.split(_PIECE):
+        differ = (words[piece].view(kind) != others[piece].view(kind)).view(-1, per_word)
+        found.append((piece.unsqueeze(1) * per_word + lanes)[differ])
+        count += found[-1].numel()
+        if count > most:
             return count, None
-        at = (at.unsqueeze(1) * per_word + torch.arange(per_word, device=at.device))[differ]
-    return at.numel(), at
+    return count, torch.cat(found)
 
 
 def _full_index(at: torch.Tensor, extent: ShardExtent) -> torch.Tensor:

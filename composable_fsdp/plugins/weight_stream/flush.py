@@ -106,13 +106,13 @@ class FlushHeader:
         """
         try:
             found: Any = json.loads(text)
-            if type(found) is not dict or found.pop("format", None) != FORMAT:
-                raise FlushError(f"this is no flush of the format {FORMAT!r}, but of another program or version.")
+            if (form := found.pop("format")) != FORMAT:
+                raise ValueError(f"it has the format {form!r} of another program or version, not {FORMAT!r}")
             tensors = [(name, tuple(shape), count) for name, shape, count in found["tensors"]]
             header = FlushHeader(
                 **{**found, "stream": int(found["stream"]), "dtype": DTYPES[found["dtype"]], "tensors": tensors}
             )
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise FlushError(f"the header of this flush cannot be read: {type(error).__name__}: {error}.") from error
         numbers = [header.number, header.part, header.parts, *(n for _, s, count in tensors for n in (*s, count))]
         texts = [name for name, _, _ in tensors]

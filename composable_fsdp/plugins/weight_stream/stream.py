@@ -215,12 +215,14 @@ class WeightStream(Generic[T]):
         """1 + the rank of this process once its consumer has left."""
         self._problem: BaseException | None = None
         made: Contents[T] | None = None
+        numbers: Sequence[int] = (0,) * (HEADER_NUMBERS - 3)
         try:
             made = contents()
+            numbers = made.opening()
             self._device = sources.device if device is None else torch.device(device)
         except BaseException as error:  # also an interrupt of key_map: the others wait for this rank
             self._problem = error
-        self._contents = self._agree(made)
+        self._contents = self._agree(made, numbers)
         self._in_flight: deque[tuple[BucketGather, InFlight[None]]] = deque()
         self._launched = self._position = 0
         self._current: T | None = None
@@ -305,12 +307,11 @@ class WeightStream(Generic[T]):
             self._current._release()
             self._current = None
 
-    def _agree(self, made: Contents[T] | None) -> Contents[T]:
+    def _agree(self, made: Contents[T] | None, numbers: Sequence[int]) -> Contents[T]:
         """Return what was made. Raise on all ranks if one has a problem, or if they send different messages."""
-        problem, numbers = self._problem, (0,) * (HEADER_NUMBERS - 3)
-        own, check = 1 + dist.get_rank() if problem is not None and dist.is_initialized() else 0, 0
-        if made is not None:
-            check, numbers = crc32(repr((made.sizes(), self._ahead)).encode()), tuple(made.opening())
+        problem = self._problem
+        own = 1 + dist.get_rank() if problem is not None and dist.is_initialized() else 0
+        check = 0 if made is None else crc32(repr((made.sizes(), self._ahead)).encode())
         largest, smallest = check, -check
         if self._sources.axes:
             everywhere = MessageLayout(tuple(range(len(self._sources.axes))), False)
@@ -318,8 +319,7 @@ class WeightStream(Generic[T]):
             gather = BucketGather(self._sources, plan, (own, check, -check, *numbers), f"agreement on {self._caller}")
             with torch.no_grad():
                 gather.run(self._stream).wait()
-            own, largest, smallest, *received = gather.header
-            numbers = tuple(received)
+            own, largest, smallest, *numbers = gather.header
         if problem is not None:
             raise problem
         if own:
