@@ -175,7 +175,17 @@ if TYPE_CHECKING:
     from composable_fsdp._core.root import _MOST_FORWARDS, Root
     from composable_fsdp._core.schedule import Planner
     from composable_fsdp._core.state import Accumulation, ForwardRecord, FSDPState, find_state, state_of, states_below
-    from composable_fsdp._extents import Box, Cut, ShardExtent, extent_of, gather, like, plain_name, shardings_of
+    from composable_fsdp._extents import (
+        DTYPES,
+        Box,
+        Cut,
+        ShardExtent,
+        extent_of,
+        gather,
+        like,
+        plain_name,
+        shardings_of,
+    )
     from composable_fsdp._text import text_table
     from composable_fsdp._torch_version import NEWEST, OLDEST
     from composable_fsdp.checkpoint import _coordination as rank_group
@@ -196,7 +206,6 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._dcp.metadata import chunks_overlap, read_metadata
     from composable_fsdp.checkpoint._dcp.save import SavePlanner
     from composable_fsdp.checkpoint._safetensors import (
-        DTYPES,
         Replacement,
         StoredTensors,
         TensorSpec,

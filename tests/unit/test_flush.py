@@ -265,7 +265,7 @@ def test_files_appear_as_a_whole_in_their_order_and_links_are_not_followed(folde
     victim.write_text("mine")
     for _ in range(3):
         with torch.no_grad():
-            sender.model[0].weight.view(-1)[::9] -= 1  # type: ignore[union-attr, operator]
+            sender.model[0].weight.view(-1)[::9] -= 1  # type: ignore[operator]
         for flush in stream_changed_params(sender.model, sender.sent, 70, torch.bfloat16):
             path = flush.save(folder)
             names.append(path.name)
@@ -299,14 +299,16 @@ def test_states_of_many_kinds_are_written_in_place() -> None:
         made = {name: value.clone() for name, value in values.items()}
     strided = {name: torch.zeros(*value.shape, 2, dtype=value.dtype)[..., 1] for name, value in values.items()}
     parameters = {name: nn.Parameter(value.clone()) for name, value in values.items()}
-    states = [made, strided, parameters, {**values, "more": torch.ones(2)}]
+    states: list[dict[str, Any]] = [made, strided, parameters, {**values, "more": torch.ones(2)}]
     position = None
     for data in (data for _ in range(3) for data in sender.update()):
         position, *_ = (apply_changes(state, Flush.from_bytes(data), position) for state in states)
     for state in states:
         assert_same(state, sender.values())
     with single_rank():
-        placed = {name: distribute_tensor(value, init_device_mesh("cpu", (1,))) for name, value in values.items()}
+        placed: dict[str, torch.Tensor] = {
+            name: distribute_tensor(value, init_device_mesh("cpu", (1,))) for name, value in values.items()
+        }
         with pytest.raises(FlushError, match=r"'0\.weight' is a DTensor, not a plain tensor"):
             receive(placed, sender.update(1 << 20))
 

@@ -25,11 +25,11 @@ from tests.helpers.house import (
 HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
-    ".": 655,
+    ".": 668,
     "_api": 986,
     "_consistency": 1035,
     "_core": 5689,
-    "checkpoint": 3721,
+    "checkpoint": 3710,
     "cli": 486,
     "codecs": 363,
     "diagnostics": 674,
@@ -37,13 +37,13 @@ MOST_CODE = {
     "interop": 54,
     "optim": 1471,
     "plan": 1036,
-    "plugins": 5020,
+    "plugins": 5550,
     "testing": 235,
     "wrap": 253,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 21968
+MOST_CODE_OF_ALL = 22500
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -34,7 +34,7 @@ __all__ = ["SentParams", "stream_changed_params"]
 
 CALLER = "stream_changed_params"
 _NUM_LENGTHS = HEADER_NUMBERS - 4
-_PIECE = 1 << 16
+_PIECE = 1 << 14
 """The words that are looked at at a time, which bounds memory."""
 _COUNT_BYTES = 16
 """Each row of changes begins with their number, and is aligned after it."""
@@ -423,13 +423,12 @@ def _differing(
     if at.numel() > most:
         return at.numel(), None
     per_word, found, count = 8 // kind.itemsize, [], 0
-    lanes = torch.arange(per_word, device=at.device)
     for piece in at.split(_PIECE):
-        differ = (words[piece].view(kind) != others[piece].view(kind)).view(-1, per_word)
-        found.append((piece.unsqueeze(1) * per_word + lanes)[differ])
-        count += found[-1].numel()
+        changed = (words[piece].view(kind) != others[piece].view(kind)).nonzero().squeeze(1)
+        count += changed.numel()
         if count > most:
             return count, None
+        found.append(piece[changed // per_word] * per_word + changed % per_word)
     return count, torch.cat(found)
 
 
