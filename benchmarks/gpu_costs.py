@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -29,6 +27,7 @@ from gpu_target import (
 )
 from libraries import LIBRARIES, shard
 from models import Decoder
+from sim.device import Span
 
 from tests.gpu.sharing import without_warnings_of_torch
 from tests.helpers.run_ranks import run_ranks
@@ -79,35 +78,15 @@ def memory(target: Target, result: Result) -> None:
 
 
 def simulated_steps(result: Result, picture: str | None) -> list[dict[str, Any]]:
-    """Return the peak memory of both libraries on 64 ranks, and draw the streams of each in virtual time."""
-    from sim.device import Stream
-
-    rows, spans = [], {}
-    for library in (PEER, OURS):
-        log: list[tuple[str, float, float, str]] = []
-
-        def run(stream: Stream, duration: float, log: list[Any] = log, run: Callable[..., None] = Stream._run) -> None:
-            run(stream, duration)
-            log.append(
-                (
-                    f"stream {stream._device.streams.index(stream) if stream in stream._device.streams else '?'}",
-                    stream.end - duration,
-                    stream.end,
-                    "",
-                )
-            )
-
-        with mock.patch.object(Stream, "_run", run) if picture else nullcontext():
-            rows.append(simulated_row(library, 64))
-        if picture:
-            spans[library] = last_step(log)
+    """Return the time and memory of a step of both libraries on 64 ranks, and draw its work, in virtual time."""
+    found = {library: simulated_step(library, 64) for library in (PEER, OURS)}
     if picture:
-        draw(result, picture, spans, "virtual µs")
-    return rows
+        draw(result, picture, {library: spans for library, (_, spans) in found.items()}, "virtual µs")
+    return [row for row, _ in found.values()]
 
 
-def simulated_row(library: str, ranks: int) -> dict[str, Any]:
-    """Return the peak memory of a step of a model of ``schedule_sweep.py`` at 400 Gbit/s and 20 us."""
+def simulated_step(library: str, ranks: int) -> tuple[dict[str, Any], list[Span]]:
+    """Return the peak memory and the work of a step of a model of ``schedule_sweep.py`` at 400 Gbit/s and 20 us."""
     from schedule_sweep import MODELS, Cell, Steps
     from sim.device import Charging, Device
     from sim.ledger import Ledger
@@ -121,22 +100,10 @@ def simulated_row(library: str, ranks: int) -> dict[str, Any]:
             steps = Steps(of.sharded(library, *meshes), of.batch(), network, Ledger())
             Cell(20, 400).apply(network)
             for _ in range(3):
+                network.device.log = spans = []
                 steps.run()
-            return {"ranks": ranks, "library": library, "peak MB": steps.record().peak}
-
-
-def last_step(log: list[tuple[str, float, float, str]]) -> list[tuple[str, float, float, str]]:
-    """Return the last whole step in ``log``. Time begins again with each step."""
-    steps: list[list[tuple[str, float, float, str]]] = [[]]
-    latest = 0.0
-    for span in log:
-        if span[2] < latest / 2 and span[0] == log[0][0]:
-            steps.append([])
-            latest = 0.0
-        latest = max(latest, span[2])
-        steps[-1].append(span)
-    most = max(map(len, steps))
-    return next(found for found in reversed(steps) if 2 * len(found) > most)
+            row = {"ranks": ranks, "library": library, "peak MB": steps.record().peak}
+            return row | {"step ms": max(span.end for span in spans) / 1e3}, spans
 
 
 def rank_time(target: Target, bf16: bool, rounds: int) -> dict[str, list[float]]:
@@ -245,7 +212,7 @@ def profile(target: Target, result: Result) -> None:
     """Count copies, host waits and idle time of a step, and draw its streams."""
     if target.device == "simulated":
         rows = simulated_steps(result, "timeline.png")
-        result.add("A step in virtual time on 64 ranks", ["ranks", "library", "step ms", "peak MB", "chosen"], rows)
+        result.add("A step in virtual time on 64 ranks", ["ranks", "library", "step ms", "peak MB"], rows)
         result.notes.append(
             "Copies, host waits and gaps need a profiler of the device; the simulated one has none. "
             "The picture has the work of streams; transfers over the network are the gaps."

@@ -69,6 +69,7 @@ BENCHMARKS = [
     Benchmark("construction", "construction.py"),
     Benchmark("describe", "describe.py"),
     Benchmark("exposure", "exposure.py"),
+    Benchmark("offload-order", "offload_order.py"),
     Benchmark("schedule-sweep", "schedule_sweep.py"),
     Benchmark("host-overhead", "host_overhead.py"),
     Benchmark("growth", "growth.py"),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -24,10 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Charging", "Device", "Event", "Stream"]
+__all__ = ["WAIT", "Charging", "Device", "Event", "Span", "Stream"]
 
 
-FREE = ("_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+FREE = (
+    *("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "detach"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+)
 """Operations that move no data, although their schema does not mark them as views.
 
 Operations of ``prim`` move no data either. One of them reads the device of a fake tensor.
@@ -39,14 +42,19 @@ class Event:
 
     def __init__(self, device: Device, **_: object) -> None:
         self._device = device
-        self.time = 0.0
+        self._time = 0.0
         self._restarts = 0
+
+    @property
+    def time(self) -> float:
+        """The time at which the work is done: 0 for work before the last restart of the clock."""
+        return self._time if self._restarts == self._device.restarts else 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         self._device.do(partial(self._record, stream or self._device.current))
 
     def _record(self, stream: Stream) -> None:
-        self.time, self._restarts = stream.end, self._device.restarts
+        self._time, self._restarts = stream.end, self._device.restarts
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._device.current).wait_event(self)
@@ -62,6 +70,19 @@ class Event:
         return self._device.restarts > self._restarts or self._device.host >= self.time
 
 
+WAIT = "wait"
+"""The name of the host's waits in a log."""
+
+
+class Span(NamedTuple):
+    """Work in the log of a device: where it ran, from when to when, and its name."""
+
+    place: str
+    begin: float
+    end: float
+    what: str
+
+
 class Stream:
     """Work that runs in order. Invariant: ``end``, the time at which all is done, never decreases within a step."""
 
@@ -70,13 +91,17 @@ class Stream:
         self.end = 0.0
         device.streams.append(self)
 
-    def run(self, duration: float) -> None:
-        """Launch work now."""
+    def run(self, duration: float, what: str = "", link: str = "") -> None:
+        """Launch work now, of the name ``what``. A copy also waits for its ``link``, which serves one at a time."""
         if duration:
-            self._device.do(partial(self._run, duration))
+            self._device.do(partial(self._run, duration, what, link))
 
-    def _run(self, duration: float) -> None:
-        self.end = max(self.end, self._device.host) + duration
+    def _run(self, duration: float, what: str, link: str) -> None:
+        begin = max(self.end, self._device.host, self._device.links.get(link, 0.0))
+        self.end = begin + duration
+        if link:
+            self._device.links[link] = self.end
+        self._device.note(self, begin, self.end, what)
 
     def wait_until(self, time: Callable[[], float]) -> None:
         """Delay later work until the ``time`` of what it waits for."""
@@ -108,6 +133,8 @@ class Device:
         flops: the floating-point operations per microsecond of matrix products.
         bandwidth: the bytes per microsecond that every other operation reads and writes.
         restarts: how often the clock has begun at 0 again. All earlier work is done.
+        links: the times at which links to the host are free, by name.
+        log: a list that gets all work, if there is one.
     """
 
     flops: float
@@ -115,7 +142,9 @@ class Device:
     host: float = 0.0
     restarts: int = 0
     streams: list[Stream] = field(default_factory=list)
+    links: dict[str, float] = field(default_factory=dict)
     current: Stream = field(init=False)
+    log: list[Span] | None = None
 
     def __post_init__(self) -> None:
         self.current = Stream(self)
@@ -126,6 +155,12 @@ class Device:
         work()
         if self._recording is not None:
             self._recording.append(work)
+
+    def note(self, place: Stream | str, begin: float, end: float, what: str) -> None:
+        """Add work to the log."""
+        if self.log is not None:
+            name = f"stream {self.streams.index(place)}" if isinstance(place, Stream) else place
+            self.log.append(Span(name, begin, end, what))
 
     @contextmanager
     def recorded(self) -> Iterator[list[Callable[[], None]]]:
@@ -138,7 +173,17 @@ class Device:
 
     def wait_on_host(self, time: float) -> None:
         """Delay the host until ``time``."""
-        self.host = max(self.host, time)
+        if time > self.host:
+            self.note("host", self.host, time, WAIT)
+            self.host = time
+
+    def work_on_host(self, duration: float, what: str) -> None:
+        """Delay the host by work of its own."""
+        self.do(partial(self._work_on_host, duration, what))
+
+    def _work_on_host(self, duration: float, what: str) -> None:
+        self.note("host", self.host, self.host + duration, what)
+        self.host += duration
 
     @contextmanager
     def use(self, stream: Stream | None) -> Iterator[None]:
@@ -150,11 +195,11 @@ class Device:
             self.current = previous
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Replace the streams and events of ``torch.cpu`` by those of this device."""
+    def installed(self, module: Any = torch.cpu) -> Iterator[None]:
+        """Replace the streams and events of ``module`` by those of this device."""
         streams = {"Stream": partial(Stream, self), "Event": partial(Event, self), "stream": self.use}
         with (
-            mock.patch.multiple(torch.cpu, **streams, current_stream=lambda device=None: self.current),
+            mock.patch.multiple(module, create=True, **streams, current_stream=lambda device=None: self.current),
             mock.patch.object(torch, "empty", _pageable),
         ):
             yield
@@ -164,6 +209,7 @@ class Device:
         end = max([self.host, *(stream.end for stream in self.streams)])
         self.host = 0.0
         self.restarts += 1
+        self.links.clear()
         for stream in self.streams:
             stream.end = 0.0
         return end
@@ -190,8 +236,11 @@ class Charging(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # is dispatched again as operations on its local tensor
         result = func(*args, **(kwargs or {}))
-        self._device.current.run(self._duration(func, args, kwargs or {}, result))
+        self._charge(func, args, kwargs or {}, result)
         return result
+
+    def _charge(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self._device.current.run(self._duration(func, args, kwargs, result), func.overloadpacket.__name__)
 
     def _duration(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         packet = func.overloadpacket

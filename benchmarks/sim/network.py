@@ -20,7 +20,10 @@ from sim.device import Device, Stream
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["Network", "simulated_ranks"]
+__all__ = ["VIRTUAL", "Network", "simulated_ranks"]
+
+VIRTUAL = "virtual"
+"""The name of a type of device other than the CPU that has the backend too, if it is registered."""
 
 
 @dataclass
@@ -48,16 +51,17 @@ class Network:
     def __post_init__(self) -> None:
         self._ends: dict[int, float] = {}
 
-    def transfer(self, group: dist.ProcessGroup, nbytes: float) -> Transfer:
+    def transfer(self, group: dist.ProcessGroup, nbytes: float, what: str = "") -> Transfer:
         """Return a transfer that starts when the current stream reaches it and the link is free."""
         transfer = Transfer()
-        self.device.do(partial(self._send, transfer, id(group), nbytes, self.device.current))
+        self.device.do(partial(self._send, transfer, id(group), nbytes, self.device.current, what))
         return transfer
 
-    def _send(self, transfer: Transfer, group: int, nbytes: float, stream: Stream) -> None:
+    def _send(self, transfer: Transfer, group: int, nbytes: float, stream: Stream, what: str) -> None:
         wire = 0 if self.shared else group
         start = max(stream.end, self.device.host, self._ends.get(wire, 0.0))
         transfer.end = self._ends[wire] = start + self.latency + nbytes / self.bandwidth
+        self.device.note("network", start, transfer.end, what)
 
     def repeat(self, recording: Sequence[Callable[[], None]]) -> float:
         """Repeat the work of a ``recording`` of the device, and return the time at which all of it is done."""
@@ -118,35 +122,37 @@ class SimulatedGroup(dist.ProcessGroup):
         # The C++ property knows only names of C++ groups.
         return dist.distributed_c10d._world.pg_names[self]
 
-    def _launch(self, full: Sequence[torch.Tensor], result: Sequence[torch.Tensor], rounds: int = 1) -> InFlight:
+    def _launch(
+        self, what: str, full: Sequence[torch.Tensor], result: Sequence[torch.Tensor], rounds: int = 1
+    ) -> InFlight:
         nbytes = sum(tensor.nbytes for tensor in full) * rounds * (self._size - 1) / self._size
-        return InFlight(self._network.device, self._network.transfer(self, nbytes), list(result))
+        return InFlight(self._network.device, self._network.transfer(self, nbytes, what), list(result))
 
     def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, options: Any = None) -> InFlight:
-        return self._launch([output], [output])
+        return self._launch("all-gather", [output], [output])
 
     def all_gather_single_coalesced(self, outputs: list[torch.Tensor], shards: Any, options: Any = None) -> InFlight:
-        return self._launch(outputs, outputs)
+        return self._launch("all-gather", outputs, outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, options: Any = None) -> InFlight:
-        return self._launch([full], [output])
+        return self._launch("reduce-scatter", [full], [output])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], full: list[torch.Tensor], options: Any = None
     ) -> InFlight:
-        return self._launch(full, outputs)
+        return self._launch("reduce-scatter", full, outputs)
 
     def all_to_all_single(self, output: torch.Tensor, given: torch.Tensor, *_: Any) -> InFlight:
-        return self._launch([given], [output])
+        return self._launch("all-to-all", [given], [output])
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> InFlight:
-        return self._launch(tensors, tensors, rounds=2)
+        return self._launch("all-reduce", tensors, tensors, rounds=2)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> InFlight:
-        return self._launch(tensors, tensors)
+        return self._launch("broadcast", tensors, tensors)
 
     def barrier(self, options: Any = None) -> InFlight:
-        return self._launch([], [])
+        return self._launch("barrier", [], [])
 
     # The names of these methods before torch 2.13.
     _allgather_base = all_gather_single
@@ -165,17 +171,22 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Simu
     return SimulatedGroup(_open[-1], rank, size)
 
 
-dist.Backend.register_backend("simulated", _create, devices=["cpu"])
+dist.Backend.register_backend("simulated", _create, devices=["cpu", VIRTUAL])
 
 
 @contextmanager
-def simulated_ranks(network: Network, size: int) -> Iterator[DeviceMesh]:
-    """Yield a mesh of ``size`` ranks over ``network``, as its first rank, on the network's device."""
+def simulated_ranks(network: Network, size: int, module: Any = torch.cpu, kind: str = "cpu") -> Iterator[DeviceMesh]:
+    """Yield a mesh of ``size`` ranks over ``network``, as its first rank, on the network's device.
+
+    Args:
+        module: the module of torch that gets the device's streams.
+        kind: the type of tensors on the device.
+    """
     _open.append(network)
     try:
-        with network.device.installed():
+        with network.device.installed(module):
             dist.init_process_group("simulated", store=FakeStore(), rank=0, world_size=size)
-            yield init_device_mesh("cpu", (size,))
+            yield init_device_mesh(kind, (size,))
             dist.destroy_process_group()
     finally:
         _open.pop()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +44,49 @@ def test_a_stream_waits_only_for_work_before_the_event(sim: ModuleType) -> None:
     second.wait_event(event)
     second.run(1.0)
     assert (first.end, second.end) == (20.0, 11.0)
+
+
+def test_work_of_an_earlier_step_delays_nothing(sim: ModuleType) -> None:
+    device = sim.Device(flops=1.0, bandwidth=1.0)
+    device.current.run(10.0)
+    event = device.current.record_event()
+    device.finish()
+    other = sim.Stream(device)
+    other.wait_event(event)
+    event.synchronize()
+    other.run(1.0)
+    assert device.finish() == 1.0
+
+
+def test_copies_on_two_streams_take_turns_on_their_link(sim: ModuleType) -> None:
+    device = sim.Device(flops=1.0, bandwidth=1.0, log=[])
+    streams = [sim.Stream(device) for _ in range(3)]
+    for stream, link in zip(streams, ("to the device", "to the device", "to the host"), strict=True):
+        stream.run(10.0, "copy", link)
+    device.work_on_host(5.0, "update")
+    streams[1].synchronize()
+    spans = [(span.place, span.begin, span.end, span.what) for span in device.log]
+    copies = [("stream 1", 0, 10, "copy"), ("stream 2", 10, 20, "copy"), ("stream 3", 0, 10, "copy")]
+    assert spans == [*copies, ("host", 0, 5, "update"), ("host", 5, 20, sim.WAIT)]
+
+
+def test_an_offloaded_step_copies_and_waits_no_longer_than_fsdp2s() -> None:
+    """In a process of its own, which gives torch's PrivateUse1 a name."""
+    program = "import json, offload_order; print(json.dumps(offload_order.measure()[0]))"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    times = {(row["model"], row["library"]): row for row in json.loads(found.stdout)}
+    for model in {model for model, _ in times}:
+        ours, theirs = times[model, "ours"], times[model, "fsdp2"]
+        assert ours["step ms"] < 1.005 * theirs["step ms"]
+        assert ours["HtoD ms"] <= theirs["HtoD ms"]
+        assert ours["DtoH ms"] == pytest.approx(theirs["DtoH ms"], rel=0.01)
 
 
 def test_costs_are_operations_for_products_bytes_for_others_and_zero_for_views(sim: ModuleType) -> None:
