@@ -1,12 +1,11 @@
-"""What the sections of ``gpu_report.py`` share: the devices of this machine, the result of a section, and a model."""
+"""What the sections of ``gpu_report.py`` share: the devices of this machine, and a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,12 +24,11 @@ __all__ = [
     "PAIR",
     "PEER",
     "TOLERANCE",
-    "CannotRun",
-    "Result",
     "Target",
     "adam",
     "batch_of",
     "build",
+    "last_error",
     "sharded",
     "step",
     "width_of",
@@ -43,8 +41,9 @@ PAIR = 2
 """The ranks of a section that needs several. On one GPU they share it."""
 
 
-class CannotRun(Exception):
-    """Raised by a section that cannot run here, with the reason."""
+def last_error(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,12 @@ class Target:
         """Make a mesh of all ranks; with fewer GPUs than ranks they share them.
 
         Args:
-            stand_in: on a simulated device, the variant of the stand-in for NCCL.
+            stand_in: on a simulated device, the variant of the stand-in for NCCL; ``"gloo"`` for no simulation.
             bound: bind the default process group to the device of this rank.
         """
+        if self.device == "simulated" and stand_in == "gloo":
+            yield DeviceMesh("cpu", list(range(dist.get_world_size())))
+            return
         if self.device == "simulated":
             with ExitStack() as stack:
                 backend = BACKEND
@@ -137,23 +139,6 @@ class Target:
         torch.get_device_module(self.type).synchronize()
 
 
-@dataclass
-class Result:
-    """The tables, notes, pictures and failures of a section."""
-
-    folder: Path
-    tables: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    pictures: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, title: str, columns: list[str], rows: list[dict[str, Any]]) -> None:
-        self.tables.append({"title": title, "columns": columns, "rows": rows})
-
-    def content(self) -> dict[str, Any]:
-        return {"tables": self.tables, "notes": self.notes, "pictures": self.pictures}
-
-
 # -- models
 
 
@@ -186,11 +171,19 @@ def batch_of(target: Target, rank: int, step: int, width: int, rows: int = 8) ->
 
 
 def sharded(
-    target: Target, library: str, mesh: DeviceMesh, width: int, *, bf16: bool = False, **options: Any
+    target: Target,
+    library: str,
+    mesh: DeviceMesh,
+    width: int,
+    *,
+    bf16: bool = False,
+    convert: Callable[[nn.Module], nn.Module] = lambda model: model,
+    **options: Any,
 ) -> nn.Module:
-    model = build(width).to(target.type)
+    """Return a sharded model of 4 blocks, which ``convert`` changes before it is sharded."""
+    model: Any = convert(build(width).to(target.type))
     shard(LIBRARIES[library], model, list(model), mesh, bf16=bf16, **options)
-    return model
+    return cast(nn.Module, model)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
