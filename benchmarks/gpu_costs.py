@@ -47,7 +47,7 @@ from composable_fsdp import (
 from tests.gpu.sharing import without_warnings_of_torch
 from tests.helpers.run_ranks import kill_ranks, run_ranks
 
-__all__ = ["codecs", "optimizers", "training"]
+__all__ = ["add_codecs", "add_training", "codecs", "optimizers", "rank_codecs", "rank_training", "training"]
 
 LIBRARY_PAIR = (OURS, PEER)
 
@@ -147,28 +147,36 @@ def rank_training(target: Target, compiles: bool, rounds: int) -> tuple[dict[str
         return alone, in_turn(target, {library: each.step for library, each in both.items()}, rounds)
 
 
+Found = list[tuple[dict[str, Any], dict[str, list[float]]]]
+"""What :func:`rank_training` returns, of all ranks."""
+
+
 def training(target: Target, result: Result) -> None:
-    """Train a decoder on one and two ranks, eager and by compiled blocks, both libraries in turn."""
-    for ranks in (1, PAIR):
+    """Train a decoder on one, two and all GPUs, eager and by compiled blocks, both libraries in turn."""
+    for ranks in target.ranks():
         rounds = 2 if target.device == "simulated" else 20 if ranks <= target.count else 5
         for compiles in (False, True):
             kill_ranks()
-            found = run_ranks(rank_training, ranks, target, compiles, rounds, timeout=150)
-            alone, times = found[0][0], slowest([of for _, of in found])
-            rows = []
-            for library in LIBRARY_PAIR:
-                row = {"library": library, "ranks": ranks, "GPUs": target.shared(ranks)}
-                row |= {"blocks": "compiled" if compiles else "eager", "step ms": spread(times[library])}
-                row["tokens/s"] = 1e3 * ranks * alone[library].pop("tokens") / row["step ms"]["median"]
-                rows.append(row | {key: value for key, value in alone[library].items() if key != "losses"})
-            rows[0]["ours/fsdp2"] = ratios(times[OURS], times[PEER])
-            result.add(f"Training of a decoder on {ranks} ranks, blocks {rows[0]['blocks']}", rows)
-            ours, theirs = (alone[library]["losses"] for library in LIBRARY_PAIR)
-            if differ(ours, theirs, TOLERANCE if ranks == 1 else 2e-2):
-                result.failures.append(f"{ranks} ranks, {rows[0]['blocks']}: losses {ours}, of FSDP2 {theirs}")
-            ours_mb, theirs_mb = (row.get("peak reserved MB", 0.0) for row in rows)
-            if ours_mb > 1.05 * theirs_mb:
-                result.failures.append(f"peak reserved memory: ours {ours_mb:.0f} MB, FSDP2 {theirs_mb:.0f} MB")
+            add_training(
+                result, target, compiles, run_ranks(rank_training, ranks, target, compiles, rounds, timeout=150)
+            )
+
+
+def add_training(result: Result, target: Target, compiles: bool, found: Found) -> None:
+    alone, times, rows = found[0][0], slowest([of for _, of in found]), []
+    where = f"{len(found)} ranks, blocks {'compiled' if compiles else 'eager'}"
+    for library in LIBRARY_PAIR:
+        row: dict[str, Any] = {"library": library, "GPUs": target.shared(len(found)), "step ms": spread(times[library])}
+        row["tokens/s"] = 1e3 * len(found) * alone[library]["tokens"] / row["step ms"]["median"]
+        rows.append(row | {key: of for key, of in alone[library].items() if key not in ("losses", "tokens")})
+    rows[0]["ours/fsdp2"] = ratios(times[OURS], times[PEER])
+    result.add(f"Training of a decoder, {where}", rows)
+    ours, theirs = (alone[library]["losses"] for library in LIBRARY_PAIR)
+    if differ(ours, theirs, TOLERANCE if len(found) == 1 else 2e-2):
+        result.failures.append(f"{where}: losses {ours}, of FSDP2 {theirs}")
+    ours_mb, theirs_mb = (row.get("peak reserved MB", 0.0) for row in rows)
+    if ours_mb > 1.05 * theirs_mb:
+        result.failures.append(f"{where}: peak reserved memory: ours {ours_mb:.0f} MB, FSDP2 {theirs_mb:.0f} MB")
 
 
 # -- steps of optimizers
@@ -238,7 +246,7 @@ def rank_optimizer(target: Target, name: str) -> tuple[dict[str, Any], dict[str,
 def optimizers(target: Target, result: Result) -> None:
     """Step each optimizer beside torch's on DTensors, without a forward."""
     names = [name for name in STEPS if target.device == "cuda" or name not in ONLY_CUDA]
-    for ranks in (1, PAIR) if target.device == "cuda" else (PAIR,):
+    for ranks in target.ranks() if target.device == "cuda" else [PAIR]:
         rows = []
         for name in names:
             try:
@@ -293,19 +301,22 @@ def values(losses: Losses) -> dict[str, list[float]]:
     return {name: [float(loss) for loss in found] for name, found in losses.items()}
 
 
+def add_codecs(result: Result, encoding: str, found: Found) -> None:
+    times, losses, rows = slowest([of for _, of in found]), found[0][0], []
+    for codec in losses:
+        loss, plain = losses[codec][-1], losses["none"][-1]
+        rows.append({"codec": codec, "step ms": spread(times[codec]), "last loss": loss})
+        rows[-1]["ours/fsdp2"] = None if codec == PEER else ratios(times[codec], times[PEER])
+        if abs(loss - plain) > 0.05 * abs(plain):
+            result.failures.append(f"{codec}, {encoding}: the last loss is {loss}, not {plain}")
+    result.add(f"Seven steps of 4 blocks with codecs, {len(found)} ranks, encoding {encoding}", rows)
+
+
 def codecs(target: Target, result: Result) -> None:
     """Train with codecs, compiled where the device has Triton, and not."""
     variants = {"compiled": {}, "eager": {"TORCHDYNAMO_DISABLE": "1"}} if target.device == "cuda" else {"eager": {}}
     for name, environment in variants.items():
-        found = run_ranks(rank_codecs, PAIR, target, timeout=120, environment=environment)
-        times, losses, rows = slowest([of for _, of in found]), found[0][0], []
-        for codec in losses:
-            loss, plain = losses[codec][-1], losses["none"][-1]
-            rows.append({"codec": codec, "encoding": name, "step ms": spread(times[codec]), "last loss": loss})
-            rows[-1]["ours/fsdp2"] = None if codec == PEER else ratios(times[codec], times[PEER])
-            if abs(loss - plain) > 0.05 * abs(plain):
-                result.failures.append(f"{codec}, {name}: the last loss is {loss}, not {plain}")
-        result.add(f"Seven steps of 4 blocks with codecs, encoding {name}", rows)
+        add_codecs(result, name, run_ranks(rank_codecs, target.most, target, timeout=120, environment=environment))
     if find_spec("torchao") is None:
         result.notes.append("torchao is not installed: float8 and MXFP8 all-gathers of its tensors have not run.")
         return

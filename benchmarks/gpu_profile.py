@@ -136,7 +136,7 @@ def profile(target: Target, result: Result) -> None:
     if target.device == "simulated":
         simulated_profile(result)
         return
-    for ranks in (1, PAIR):
+    for ranks in target.ranks():
         rows, drawn = [], {}
         for variant in (OURS, PEER, UNLABELED):
             plain, events = run_ranks(rank_profile, ranks, target, variant, timeout=60)[0]
@@ -292,7 +292,7 @@ def offload(target: Target, result: Result) -> None:
     rows = []
     for order in ((OURS, PEER), (PEER, OURS)):
         kill_ranks()  # processes without page-locked memory
-        found = dict(zip(order, run_ranks(rank_offload, PAIR, target, order, timeout=70)[0], strict=True))
+        found = dict(zip(order, run_ranks(rank_offload, target.most, target, order, timeout=70)[0], strict=True))
         rows += [{"library": library, "first": order[0]} | row for library, (row, _) in found.items()]
         if order[0] == OURS:
             ledgers = [{"library": library} | row for library, (_, events) in found.items() for row in ledger(events)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ TOLERANCE = 2e-4
 MB = 1 << 20
 OURS, PEER = "ours", "fsdp2"
 PAIR = 2
-"""The ranks of a section that needs several. On one GPU they share it."""
+"""The ranks of a pair. On one GPU they share it."""
 
 
 def last_error(error: BaseException) -> str:
@@ -129,11 +130,17 @@ class Target:
         """Say how the ranks are placed on the devices."""
         if self.device == "simulated":
             return "simulated"
-        return "one each" if ranks <= self.count else f"{ranks} ranks on {self.count}"
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # of this host, under torchrun
+        return "one each" if here <= self.count else f"{here} ranks on {self.count}"
+
+    @property
+    def most(self) -> int:
+        """The ranks of a section that needs several: one for each device, and at least a pair."""
+        return max(PAIR, self.count)
 
     def ranks(self) -> list[int]:
-        """The numbers of ranks to run with. The race detector is slow, so that it has few."""
-        return [1, 2, 4] if self.device == "cuda" else [1, 2]
+        """The numbers of ranks to compare: one, a pair, and one for each device."""
+        return sorted({1, PAIR, self.most})
 
     def synchronize(self) -> None:
         torch.get_device_module(self.type).synchronize()

@@ -23,8 +23,8 @@ def set_device() -> None:
     they communicate through sockets, as ranks of several hosts do. Their kernels take turns on the GPU.
     """
     rank, count = dist.get_rank(), torch.cuda.device_count()
-    torch.cuda.set_device(rank % count)
-    if dist.get_world_size() > count:
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % count)
+    if int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) > count:
         os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
