@@ -87,7 +87,7 @@ def counts(events: Sequence[Span], steps: int) -> dict[str, Any]:
         "profiled step ms": (max(span.end for span in kernels) - kernels[0].begin) / 1e3 / steps,
         "idle ms a step": sum(idle) / 1e3 / steps,
         "longest gap us": max(idle, default=0.0),
-        "kernels": sum("Mem" not in name for name in names),
+        "kernels": sum(not name.startswith("Mem") for name in names),
         "collectives by stream": ", ".join(f"{place}: {count}" for place, count in sorted(collectives.items())) or "0",
         "launches": sum(bool(re.match(r"cu(da)?Launch", span.what)) for span in calls),
         **{f"copies {kind}": sum(f"Memcpy {kind}" in name for name in names) for kind in ("HtoD", "DtoH", "DtoD")},
@@ -214,7 +214,7 @@ def draw(result: Result, name: str, spans: dict[str, list[Span]], unit: str) -> 
 LEDGER = {
     "copies HtoD": "Memcpy HtoD",
     "collectives": "(?i)nccl",
-    "kernels": "(?i)(?!.*(nccl|mem)).*",
+    "kernels": "(?!Mem)(?i:(?!.*nccl)).*",
     "copies DtoH": "Memcpy DtoH",
     "waits of the host": WAITS.pattern,
     "optimizer": "optimizer$",

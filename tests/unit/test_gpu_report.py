@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -110,6 +113,56 @@ def _is_alive(process: int) -> bool:
         return " Z " not in Path(f"/proc/{process}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.fixture(name="of_a_step")
+def _of_a_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("gpu_profile")
+
+
+def events(module: ModuleType) -> list[Any]:
+    """Return what a profiler lists of an offloaded step, in microseconds."""
+    rows = [
+        ("host", 0, 10, "cudaLaunchKernel"),
+        ("host", 20, 900, "cudaEventSynchronize"),
+        ("host", 900, 1000, "optimizer"),
+        ("stream 7", 100, 200, "Memcpy HtoD (Pinned -> Device)"),
+        ("stream 8", 200, 300, "ncclDevKernel_AllGather_RING_LL"),
+        ("stream 9", 200, 260, "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"),
+        ("stream 1", 350, 450, "elementwise_kernel"),
+        ("stream 1", 440, 500, "gemm"),
+        ("stream 7", 700, 800, "Memcpy DtoH (Device -> Pinned)"),
+    ]
+    return [module.Span(*row) for row in rows]
+
+
+def test_counts_of_a_profile(of_a_step: ModuleType) -> None:
+    assert of_a_step.counts(events(of_a_step), 2) == {
+        "profiled step ms": 0.35,
+        "idle ms a step": 0.125,
+        "longest gap us": 200,
+        "kernels": 4,
+        "collectives by stream": "stream 8: 1, stream 9: 1",
+        "launches": 1,
+        "copies HtoD": 1,
+        "copies DtoH": 1,
+        "copies DtoD": 0,
+        "host waits": 1,
+        "longest call": "cudaEventSynchronize, 0.9 ms",
+    }
+
+
+def test_a_ledger_has_the_begin_and_end_of_each_kind_of_work(of_a_step: ModuleType) -> None:
+    rows = {row["work"]: (row["count"], row["begin ms"], row["end ms"]) for row in of_a_step.ledger(events(of_a_step))}
+    assert rows == {
+        "waits of the host": (1, 0.02, 0.9),
+        "copies HtoD": (1, 0.1, 0.2),
+        "collectives": (2, 0.2, 0.3),
+        "kernels": (2, 0.35, 0.5),
+        "copies DtoH": (1, 0.7, 0.8),
+        "optimizer": (1, 0.9, 1.0),
+    }
 
 
 def test_each_section_has_a_time_and_all_of_them_fit_into_twelve_minutes() -> None:
