@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from operator import add, attrgetter, is_
+from operator import attrgetter, is_
 from typing import Any
 from weakref import ref
 
@@ -105,10 +105,11 @@ class Registration:
         parameters = self._parameters
         self._sharded = [p.sharded for p in parameters]
         self._unsharded = [p.unsharded for p in parameters]
-        self._unsharded_locals = [local_part(p.unsharded) for p in parameters]
-        self._fulls = [p.full for p in parameters]
-        with without_torch_function():  # the memory of DTensors is elsewhere: theirs is a mark of the object
-            self._wrappers = {k: _storage(u) for k, u in enumerate(self._unsharded) if isinstance(u, DTensor)}
+        with without_torch_function():  # a DTensor has a storage of its own, without memory
+            self._unsharded_memory = [
+                (local_part(p.unsharded), p.full if p.sharding.inner is None else _storage(p.unsharded))
+                for p in parameters
+            ]
         self._locals = [p.local for p in parameters]
         self._trainable = [p.trainable for p in parameters]
         owned = [(module, name, p) for p in parameters for module, name in p.owners]
@@ -220,15 +221,18 @@ class Registration:
         A write to ``to_local()`` of a DTensor moves the second alone.
         """
         with without_torch_function():
-            return list(map(add, map(_version, self._unsharded), map(_version, self._unsharded_locals)))
+            return [
+                u._version + local._version
+                for u, (local, _) in zip(self._unsharded, self._unsharded_memory, strict=True)
+            ]
 
     def replaced_unsharded_data(self) -> list[ShardedParameter]:
         """Return the parameters whose unsharded tensors a user gave other memory, which their group does not know."""
         if self._created_by_gather:
             return []
         with without_torch_function():
-            known = dict(enumerate(map(_storage, self._fulls))) | self._wrappers
-            return [self._parameters[k] for k, u in enumerate(self._unsharded) if _storage(u) is not known[k]]
+            known = [_storage(m) if isinstance(m, torch.Tensor) else m for _, m in self._unsharded_memory]
+            return [p for p, m in zip(self._parameters, known, strict=True) if _storage(p.unsharded) is not m]
 
     def replaced_data(self) -> list[ShardedParameter]:
         """Return the parameters whose ``.data`` was assigned, which does not change their local tensors."""

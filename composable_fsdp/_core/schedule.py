@@ -371,6 +371,8 @@ class Planner:
         if kept is None:
             return False
         has_stepped = kept.steps != self.steps.number and not kept.is_frozen
+        if state.group.parameter_state is ParameterState.SHRUNK:
+            return True  # its shards are shown: a write through their .data, which torch does not count, may have come
         return has_stepped or kept.version != state.group.version or state.group.was_flipped
 
     def drop_stale(self, state: FSDPState) -> None:

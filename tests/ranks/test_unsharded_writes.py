@@ -22,10 +22,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.codecs import CommunicationPolicy, Int8
 from composable_fsdp.errors import LifecycleError, ParameterError
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import sharded as sharded_module
 from tests.helpers.sharding import values_of
-from tests.helpers.transports import TRANSPORTS, Environment
+from tests.helpers.transports import IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 
 def sharded(mesh: DeviceMesh | None = None, **settings: Any) -> tuple[Any, nn.Sequential]:
@@ -76,6 +76,11 @@ def swap(model: nn.Module) -> None:
 def by_local_tensor(model: nn.Module) -> None:
     for parameter in model.parameters():
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(0.5)
+
+
+def decay(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)  # torch does not count it
 
 
 WRITES: dict[str, Callable[[Any], None]] = {
@@ -190,19 +195,23 @@ def test_writes_before_a_module_gets_another_root_are_kept() -> None:
     run_ranks(write_before_another_root, 2)
 
 
-@pytest.mark.behaviour("C-08")
-@on_ranks(4)
-def test_writes_after_a_forward_that_keeps_slices_are_kept() -> None:
+def write_beside_slices() -> None:
     """A forward that leads to a backward leaves slices of parameters, and shows the sharded ones."""
-    for next_use in (evaluate, train, reset):
+    for next_use, counts in itertools.product((evaluate, train, reset), (True, False)):
         model, reference = sharded(init_device_mesh("cpu", (4,)), reshard_after_forward=2)
         model(batch()).sum().item()
         assert all(isinstance(parameter, DTensor) for parameter in model[0].parameters())
         with torch.no_grad():
             for each in (model, reference):
-                average(each)
+                average(each) if counts else decay(each)
             next_use(model, reference)
             check(model, reference)
+
+
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("environment", [IN_COMMON, SOCKETS])
+def test_writes_after_a_forward_that_keeps_slices_are_kept(environment: Environment) -> None:
+    run_ranks(write_beside_slices, 4, environment=environment)
 
 
 def write_through_data() -> None:
