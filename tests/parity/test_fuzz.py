@@ -155,6 +155,8 @@ def on_ranks(some: Sequence[Program], timeout: float) -> dict[int, str]:
             chosen = [some[i] for i in positions]
             results = run_ranks(differences, some[0].world_size, chosen, timeout=timeout, environment=transport)
             found |= {positions[i]: text for result in results for i, text in result.items()}
+    if found:
+        kill_ranks()  # they may have diverged, so that what they run next would fail too
     return found
 
 
@@ -251,6 +253,22 @@ def test_fixed_programs_train_like_the_unsharded_model() -> None:
 def test_the_programs_of_ci_make_use_of_every_feature() -> None:
     used = Counter(name for program in in_ci(2) for name in features(program))
     assert {name: used[name] for name in FEATURES if used[name] < FLOOR} == {}
+
+
+def test_programs_in_threads_leave_out_what_threads_share() -> None:
+    fails = Step(fails="forward", tangents=True)
+    both = beside(Program(tree=Leaf(), width=2, inside="autocast", steps=(fails,) * 3), Program(tree=Leaf(), width=3))
+    for program in both.threads:
+        assert program.inside == "nothing"
+        assert not any(step.tangents or step.fails != "never" for step in program.steps)
+
+
+def test_ranks_that_failed_run_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = []
+    monkeypatch.setattr(sys.modules[__name__], "run_ranks", lambda *_, **__: [{}, {0: "they diverged"}])
+    monkeypatch.setattr(sys.modules[__name__], "kill_ranks", lambda: killed.append(True))
+    assert run_alone(Program(tree=Leaf(), width=2)) == "they diverged"
+    assert killed == [True]
 
 
 def _reentrant(times: int, *before: Leaf, reshard: bool | None = None) -> Program:

@@ -265,8 +265,13 @@ class Program(_Short):
 
     @property
     def for_threads(self) -> Program:
-        """The program without steps that fail or use dual numbers, whose level is one for all threads."""
-        return replace(self, steps=tuple(replace(step, fails="never", tangents=False) for step in self.steps))
+        """The program without steps that fail, and without what threads share: dual numbers and autocast's cache.
+
+        A checkpoint of one thread that leaves autocast empties that cache for all threads. So the graph of another
+        one may have a cast for each use of a weight, or one for all, and ranks get gradients in different orders.
+        """
+        steps = tuple(replace(step, fails="never", tangents=False) for step in self.steps)
+        return replace(self, steps=steps, inside="nothing" if self.inside == "autocast" else self.inside)
 
     @property
     def threads(self) -> list[Program]:
