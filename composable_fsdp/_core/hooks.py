@@ -333,25 +333,24 @@ def hooked_forward(original: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return forward
 
 
+HOOKED_FORWARD = cast(FunctionType, hooked_forward(print)).__code__
+"""The code of all functions that :func:`hooked_forward` returns."""
+
+
 def _call_as_forward(
-    state: FSDPState,
-    module: nn.Module,
-    method: Callable[..., PyTree],
-    args: Arguments,
-    kwargs: dict[str, PyTree],
+    state: FSDPState, module: nn.Module, method: Callable[..., PyTree], args: Arguments, kwargs: Keywords
 ) -> PyTree:
     """Return ``method(*args, **kwargs)``, called with unsharded parameters of ``state``, as in a call of ``module``."""
-    hooks = ModuleHooks(state)
-    call = hooks.begin(sys._getframe())
+    call = begin_call(state, sys._getframe())
     try:
         if not call.is_inner:
             call.root.pre_forward(call)
-        args, kwargs = hooks.take_inputs(call, args, kwargs)
+        args, kwargs = take_inputs(call, args, kwargs)
         output = method(*args, **kwargs)
-    except BaseException:
-        hooks.abort()
+    except Exception:  # as torch's calls; what an interrupt leaves, the next call drops
+        abort_call(state)
         raise
-    return hooks.finish(module, output)
+    return finish_call(state, module, output)
 
 
 def is_being_called(state: FSDPState) -> bool:
@@ -370,6 +369,76 @@ def is_being_called(state: FSDPState) -> bool:
     return False
 
 
+def begin_call(state: FSDPState, caller: FrameType) -> ForwardCall:
+    """Begin a call of a module of ``state`` that the frame ``caller`` runs."""
+    root: Root = state._root() or assemble(state)
+    root.check_thread(state)
+    calls = state.calls_under_way
+    is_inner = bool(calls) and is_being_called(state)
+    call = ForwardCall(state, root, caller, sys.exc_info()[1], is_inner)
+    calls.append(call)
+    return call
+
+
+def take_inputs(call: ForwardCall, args: Arguments, kwargs: Keywords) -> tuple[PyTree, PyTree]:
+    """Move and cast the inputs of ``call``, whose parameters are unsharded."""
+    state, watched = call.state, False
+    # Tell observers that the module computes next.
+    if not call.is_inner:
+        for observe in call.root.observers.enter_call:
+            observe(call.root, call)
+        if state.group.registration.shows_tensors_of_user:
+            for observe in call.root.observers.enter_with_others:
+                observe(call.root, call)
+        watched = torch.is_grad_enabled()
+    # What happens to inputs: moved by the root, cast by each, and watched for the end of backward.
+    precision = state.options.precision
+    dtype = precision.param_dtype if precision.cast_forward_inputs else None  # input_dtype, without a call
+    device = state.group.axes.device if state is call.root.root_state else None
+    watches_all = watched and (in_transform() or dual_numbers._current_level >= 0)
+    # Nothing at all, in evaluation without mixed precision.
+    if watched or dtype is not None or device is not None or precision.output_dtype is not None:
+        take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=watches_all)
+        try:
+            args = map_tensors(take, args, take.container)
+            if kwargs:
+                kwargs = {name: map_tensors(take, value, take.container) for name, value in kwargs.items()}
+        except RecursionError as error:
+            raise cycle_error(f"an input of {call.name!r}") from error
+    return args, kwargs
+
+
+def finish_call(state: FSDPState, module: nn.Module, output: PyTree) -> PyTree:
+    """End a call that returned: reshard, and register hooks for backward."""
+    call = state.calls_under_way.pop()
+    try:
+        # Give containers back to the caller, and cast the output.
+        inputs, dtype = call.end(), state.options.precision.output_dtype
+        if inputs.containers:
+            output = inputs.map_output(_cast_to(dtype), output)
+        elif dtype is not None:
+            output = map_tensors(_cast_to(dtype), output)
+        # Reshard, then watch for backward if one may come.
+        if call.is_inner or not call.root.post_forward(call, id(module)):
+            return output
+        return _watch_backward(call, inputs, output)
+    except RecursionError as error:
+        if not call.is_inner:
+            call.root.abort_forward(call, error)
+        raise cycle_error(f"the output of {call.name!r}") from error
+
+
+def abort_call(state: FSDPState) -> None:
+    """End a call that raised, while its exception is being handled."""
+    call, error = state.calls_under_way.pop(), sys.exc_info()[1]
+    call.end()
+    if error is not None:
+        for observer in OBSERVERS:
+            observer.raised(error)
+    if not call.is_inner:
+        call.root.abort_forward(call, error)
+
+
 class ModuleHooks:
     """The hooks of the modules of one FSDP state, which keeps the stack of open calls.
 
@@ -382,86 +451,19 @@ class ModuleHooks:
     # -- forward
 
     def pre_forward(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[PyTree, PyTree]:
-        call = self.begin(calling_frame())
+        call = begin_call(self._state, calling_frame())
         if not call.is_inner:
             call.root.pre_forward(call)
-        return self.take_inputs(call, args, kwargs)
+        return take_inputs(call, args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Arguments, output: PyTree) -> PyTree:
         calls = self._state.calls_under_way
         if not calls or calls[-1].thread != threading.get_ident():
-            return None  # begin() raised, since another thread runs the model
+            return None  # begin_call() raised, since another thread runs the model
         if sys.exc_info()[1] is not calls[-1].handled_exception:
-            self.abort()
+            abort_call(self._state)
             return None
-        return self.finish(module, output)
-
-    def begin(self, caller: FrameType) -> ForwardCall:
-        """Begin a call that the frame ``caller`` runs."""
-        state = self._state
-        root: Root = state._root() or assemble(state)
-        root.check_thread(state)
-        calls = state.calls_under_way
-        is_inner = bool(calls) and is_being_called(state)
-        call = ForwardCall(state, root, caller, sys.exc_info()[1], is_inner)
-        calls.append(call)
-        return call
-
-    def take_inputs(self, call: ForwardCall, args: Arguments, kwargs: Keywords) -> tuple[PyTree, PyTree]:
-        """Move and cast the inputs of ``call``, whose parameters are unsharded."""
-        state, watched = self._state, False
-        # Tell observers that the module computes next.
-        if not call.is_inner:
-            for observe in call.root.observers.enter_call:
-                observe(call.root, call)
-            if state.group.registration.shows_tensors_of_user:
-                for observe in call.root.observers.enter_with_others:
-                    observe(call.root, call)
-            watched = torch.is_grad_enabled()
-        # What happens to inputs: moved by the root, cast by each, and watched for the end of backward.
-        precision = state.options.precision
-        dtype = precision.param_dtype if precision.cast_forward_inputs else None  # input_dtype, without a call
-        device = state.group.axes.device if state is call.root.root_state else None
-        watches_all = watched and (in_transform() or dual_numbers._current_level >= 0)
-        # Nothing at all, in evaluation without mixed precision.
-        if watched or dtype is not None or device is not None or precision.output_dtype is not None:
-            take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=watches_all)
-            try:
-                args = map_tensors(take, args, take.container)
-                if kwargs:
-                    kwargs = {name: map_tensors(take, value, take.container) for name, value in kwargs.items()}
-            except RecursionError as error:
-                raise cycle_error(f"an input of {call.name!r}") from error
-        return args, kwargs
-
-    def finish(self, module: nn.Module, output: PyTree) -> PyTree:
-        """End a call that returned: reshard, and register hooks for backward."""
-        state, call = self._state, self._state.calls_under_way.pop()
-        try:
-            # Give containers back to the caller, and cast the output.
-            inputs, dtype = call.end(), state.options.precision.output_dtype
-            if inputs.containers:
-                output = inputs.map_output(_cast_to(dtype), output)
-            elif dtype is not None:
-                output = map_tensors(_cast_to(dtype), output)
-            # Reshard, then watch for backward if one may come.
-            if call.is_inner or not call.root.post_forward(call, id(module)):
-                return output
-            return _watch_backward(call, inputs, output)
-        except RecursionError as error:
-            if not call.is_inner:
-                call.root.abort_forward(call, error)
-            raise cycle_error(f"the output of {call.name!r}") from error
-
-    def abort(self) -> None:
-        """End a call that raised, while its exception is being handled."""
-        call, error = self._state.calls_under_way.pop(), sys.exc_info()[1]
-        call.end()
-        if error is not None:
-            for observer in OBSERVERS:
-                observer.raised(error)
-        if not call.is_inner:
-            call.root.abort_forward(call, error)
+        return finish_call(self._state, module, output)
 
     # -- state dicts, which hold sharded parameters
 

@@ -75,7 +75,7 @@ from composable_fsdp.plugins.codecs.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
 from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients
 from composable_fsdp.plugins.codecs.residuals import Residuals
-from composable_fsdp.plugins.dynamo import DynamoDisabled, ManagedModules
+from composable_fsdp.plugins.dynamo import DynamoDisabled, ManagedModules, direct_calls
 from composable_fsdp.plugins.explain_errors import ExplainedErrors, explained_methods
 from composable_fsdp.plugins.extensions.extension_bucket import Extensions
 from composable_fsdp.plugins.full_params import FullParameters
@@ -203,6 +203,7 @@ DEFAULT_LEFT_CONTEXTS: tuple[Callable[[], AbstractContextManager[None]], ...] = 
 
 DEFAULT_CLASS_MEMBERS: tuple[Callable[[type[nn.Module]], Mapping[str, Callable[..., Any]]], ...] = (
     explained_methods,  # explain errors about sharded parameters
+    direct_calls,  # call our hooks without torch's loops if there are no others
 )
 """The further members of sharded classes."""
 

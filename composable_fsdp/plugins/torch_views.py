@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._api.torch_types import find_state, register_state, set_torch_state
 from composable_fsdp._core.events import Pass
-from composable_fsdp._core.hooks import ModuleHooks, calling_frame, root_of, wrapped_hook
+from composable_fsdp._core.hooks import ModuleHooks, begin_call, calling_frame, root_of, take_inputs, wrapped_hook
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import HookHandles, Observer
@@ -96,13 +96,13 @@ def _replaceable(name: str) -> Any:
 
 
 def _pre_forward_through_others(
-    hooks: ModuleHooks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Do the work of the pre-forward hook, called by a function of a client."""
-    call = hooks.begin(_frame_of_call(module))
+    call = begin_call(state, _frame_of_call(module))
     if not call.is_inner:
         call.root.pre_forward(call)
-    return hooks.take_inputs(call, args, kwargs)
+    return take_inputs(call, args, kwargs)
 
 
 def _frame_of_call(module: nn.Module) -> FrameType:
@@ -192,7 +192,7 @@ class ClientState:
         """End a backward: reduce remaining gradients, and wait for the reductions if it is the last backward."""
         root_of(self._state).end_backward()
 
-    _pre_forward = property(lambda view: wrapped_hook(partial(_pre_forward_through_others, ModuleHooks(view._state))))
+    _pre_forward = property(lambda view: wrapped_hook(partial(_pre_forward_through_others, view._state)))
     _post_forward = property(lambda view: wrapped_hook(ModuleHooks(view._state).post_forward))
 
     @property
