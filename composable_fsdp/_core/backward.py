@@ -149,7 +149,8 @@ class Progress:
         """Note that a gradient reached an output of ``call``."""
         call.entered = self.number
         if call.awaits and call.counted_in != self.number:
-            call.open(self.number)
+            call.counted_in = self.number
+            call.state.open_calls += 1
         self._reached_forwards.add(call.run.record)
         self.reached.add(call.state)
         if call.state.owner_states:
@@ -160,7 +161,10 @@ class Progress:
         # If a call's output is its input, the output's hook follows at once.
         if call.state not in self.reached and not self.was_seen(call.state):
             self._unseen_exits.append(call)
-        call.close(self.number)
+        call.run.awaited -= 1
+        if call.counted_in == self.number:
+            call.counted_in = -1
+            call.state.open_calls -= 1
 
     def end(self) -> None:
         """End the backward.
@@ -351,7 +355,7 @@ class PassesUnderway:
         self.thread: threading.Thread | None = None
         """The thread that began the current pass."""
         self._forward: RunningPass | None = None
-        self._backward: RunningPass | None = None
+        self.backward: RunningPass | None = None
 
     def begin_forward(self, root: ObservedRoot, outermost: ForwardCall) -> None:
         """Begin the forward of which ``outermost`` is the outermost call, and end passes that an exception left."""
@@ -362,32 +366,27 @@ class PassesUnderway:
     def begin_backward(self, root: ObservedRoot) -> EndOfRun:
         """Begin a backward. Return the callback for autograd, which ends it if the autograd run succeeds."""
         self.thread = threading.current_thread()
-        self._backward = _begun(root, RunningPass("backward", root.root_state.name, None))
-        return EndOfRun(root.end_backward, self._backward)
+        self.backward = _begun(root, RunningPass("backward", root.root_state.name, None))
+        return EndOfRun(root.end_backward, self.backward)
 
     @property
     def runs_backward(self) -> bool:
         """True if autograd still runs the last backward."""
-        return self._backward is not None and not self._backward.run_has_ended
+        return self.backward is not None and not self.backward.run_has_ended
 
     @property
     def is_outside_autograd(self) -> bool:
         """True outside of autograd, where no backward runs."""
         return torch._C._current_graph_task_id() == -1
 
-    def reach(self, root: ObservedRoot, state: FSDPState) -> None:
-        """Note that backward has reached ``state``."""
-        if self._backward is not None and state is not root.root_state:
-            self._backward.module = state.group.name
-
     def end_backward(self, root: ObservedRoot) -> None:
         """End the backward, which succeeded."""
-        running, self._backward = self._backward, None
+        running, self.backward = self.backward, None
         _end(root, running, succeeded=True)
 
     def end(self, root: ObservedRoot, *, succeeded: bool = False) -> None:
         """End all passes. ``succeeded``: the forward has."""
-        running, self._forward, self._backward = (self._forward, self._backward), None, None
+        running, self._forward, self.backward = (self._forward, self.backward), None, None
         for one in running:
             _end(root, one, succeeded=succeeded and one is running[0])
 
@@ -395,7 +394,7 @@ class PassesUnderway:
         self, root: ObservedRoot, error: BaseException, state: FSDPState, *, in_backward: bool, ends_forward: bool
     ) -> None:
         """Note that ``error`` came out of ``state``. The caller may still catch it, unless it ends the forward."""
-        running = self._backward if in_backward else self._forward
+        running = self.backward if in_backward else self._forward
         if running is None or isinstance(error, _StopRecomputationError):
             return  # refused before it began, or a checkpoint stopped its recomputation early
         running.note(error, state.name)

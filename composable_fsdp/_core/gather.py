@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -97,8 +97,9 @@ class AnyBucket(Gatherable, Protocol):
     def update_plan(self, plan: BucketPlan) -> None:
         """Adopt a plan that differs only in which parameters are trainable."""
 
-    def free(self) -> None:
-        """Free the unsharded parameters. Does nothing if they are free."""
+    @property
+    def free(self) -> Callable[[], None]:
+        """Frees the unsharded parameters. Does nothing if they are free."""
 
 
 class Bucket:
@@ -127,6 +128,7 @@ class Bucket:
         self.pgs = pgs
         self.device = device
         self.buffer = OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
+        self.free = self.buffer.free
         self.gather_by(plan)
         rest, pinned = store.flat.device, store.flat.is_pinned()
         self.scatter = BucketReduceScatter(plan, self.parameters, pgs, device, rest, pin_memory=pinned)
@@ -168,9 +170,6 @@ class Bucket:
     def update_plan(self, plan: BucketPlan) -> None:
         self.plan = plan
         self.scatter.update_plan(plan)
-
-    def free(self) -> None:
-        self.buffer.free()
 
     def parameter_data(self, k: int) -> torch.Tensor:
         """Return the view of the unsharded buffer for the ``k``-th parameter."""

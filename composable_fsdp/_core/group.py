@@ -271,7 +271,7 @@ class ParamGroup:
                 group._ahead -= 1
             elif group.arrive(is_nested=task != -1 and task != _current_task()):
                 state = group.owner()
-                root = None if state is None else state.root
+                root = None if state is None else state._root()
                 if root is not None:
                     root.gradient_ready(state)
 
@@ -600,7 +600,8 @@ class ParamGroup:
 
     def needs_gather(self) -> bool:
         """Apply changes to the parameters, and return True if no all-gather is in flight or done."""
-        if not self.registration.is_current:
+        registration = self.registration
+        if not (registration.is_current if self.task.number == -1 else registration.is_shown):
             self.refresh()
         if not self.are_on_rest_device:
             raise self._device_error()

@@ -400,7 +400,10 @@ def take_inputs(call: ForwardCall, args: Arguments, kwargs: Keywords) -> tuple[P
     if watched or dtype is not None or device is not None or precision.output_dtype is not None:
         take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=watches_all)
         try:
-            args = map_tensors(take, args, take.container)
+            if len(args) == 1 and isinstance(args[0], torch.Tensor):
+                args = (take(args[0]),)
+            else:
+                args = map_tensors(take, args, take.container)
             if kwargs:
                 kwargs = {name: map_tensors(take, value, take.container) for name, value in kwargs.items()}
         except RecursionError as error:
@@ -419,7 +422,9 @@ def finish_call(state: FSDPState, module: nn.Module, output: PyTree) -> PyTree:
         elif dtype is not None:
             output = map_tensors(_cast_to(dtype), output)
         # Reshard, then watch for backward if one may come.
-        if call.is_inner or not call.root.post_forward(call, id(module)):
+        if call.run.remaining:  # other modules of the group may still come in this run
+            call.run.remaining.discard(id(module))
+        if call.is_inner or not call.root.post_forward(call):
             return output
         return _watch_backward(call, inputs, output)
     except RecursionError as error:
@@ -524,8 +529,16 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> Py
     gradients, no hook shows the end. In a transform none does either: the backwards of its levels end apart. The hooks
     own the call, and it owns the FSDP state and the root, so that backward works after the model was dropped.
     """
-    # The nodes of the inputs, at which backward leaves the call.
+    # One tensor in and one out, as most modules have: the rest of this function would take twice as long.
     views: Sequence[InputView] = inputs.views
+    if len(views) == len(inputs.mapped) == 1 and isinstance(output, torch.Tensor) and not inputs.watches_all:
+        (view, version), node = views[0], output.grad_fn
+        if node is not None and output._base is None and view._version == version and not inputs.containers:
+            call.await_inputs()
+            cast(Node, view.grad_fn).register_hook(call.on_last_input_gradient)
+            node.register_prehook(call.on_output_gradient)
+            return output
+    # The nodes of the inputs, at which backward leaves the call.
     if inputs.watches_all:
         for view, _ in views:
             for layer in layers_of(view):

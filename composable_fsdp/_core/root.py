@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, TypeVar
 
 import torch
 
@@ -56,8 +56,7 @@ _SUM_UNSHARDED, _SHARDED = Accumulation.UNSHARDED, ParameterState.SHARDED
 _ARRIVING, _LOCAL, _PARTIAL = GradientState.ARRIVING, GradientState.LOCAL, GradientState.PARTIAL
 _PRE_FORWARD, _POST_FORWARD, _PRE_BACKWARD = Hook.PRE_FORWARD, Hook.POST_FORWARD, Hook.PRE_BACKWARD
 _GRAD_READY, _POST_BACKWARD = Hook.GRAD_READY, Hook.POST_BACKWARD
-_WITHIN_BACKWARD = _GRAD_READY, _POST_BACKWARD
-_PLAIN = nullcontext()
+_OF_BACKWARD = frozenset((_PRE_BACKWARD, _GRAD_READY, _POST_BACKWARD))
 _NEVER, _AUTO, _SMALLER = ReshardKind.NEVER, ReshardKind.AUTO, ReshardKind.SMALLER
 
 
@@ -73,6 +72,48 @@ _MOST_FORWARDS = 256
 # If this group was late, gathers ahead are launched before the wait, so that they overlap with it.
 # At the end of backward: sums that are in flight are drained, held gradients reduced, then the group is freed or kept;
 # all in the order of modules, so that all ranks launch alike. The wait for all reductions comes last, once.
+
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def _hook(kind: Hook) -> Callable[[Callable[[Root, S], T]], Callable[[Root, S], T]]:
+    """Run a hook outside of the caller's context, if that is not plain, and tell observers of it and its subject.
+
+    Inside of BACKWARD, the caller's context of the last pre-backward holds. As a function around each hook this takes
+    half of the time of a context manager.
+    """
+    is_inside, is_of_backward = kind in (_GRAD_READY, _POST_BACKWARD), kind in _OF_BACKWARD
+
+    def decorate(body: Callable[[Root, S], T]) -> Callable[[Root, S], T]:
+        @functools.wraps(body)
+        def run(self: Root, subject: S) -> T:
+            # A pass may begin.
+            if self._pass is IDLE:
+                for observe in self.observers.before_first_hook:
+                    observe(self)
+            # The context of the caller.
+            if is_inside and self._pass is BACKWARD:
+                is_in_context = self.progress.is_in_context
+            else:
+                is_in_context = bool(dispatch_modes() or function_modes() or in_transform() or in_autocast())
+                if is_of_backward:
+                    self.progress.is_in_context = is_in_context
+            if not (is_in_context or self.observers.before_hook or self.observers.after_hook):
+                return body(self, subject)
+            with outside_callers_context() if is_in_context else nullcontext():
+                for observe in self.observers.before_hook:
+                    observe(self, kind, subject)
+                try:
+                    return body(self, subject)
+                finally:
+                    for observe in self.observers.after_hook:
+                        observe(self, kind, subject)
+
+        return run
+
+    return decorate
 
 
 class Root:
@@ -113,45 +154,9 @@ class Root:
         """True once the observers have compared the model between ranks."""
         self.observers = Observers(self, observers)
 
-    # -- around every hook
-
-    def _around(self, hook: Hook, subject: Any) -> AbstractContextManager[None]:
-        """Return the context of ``hook``, outside of the caller's if that is not plain, and with observers if any asks.
-
-        Tell observers if a pass may begin. Inside of BACKWARD, the caller's context of the last pre-backward holds.
-        """
-        if self._pass is BACKWARD and hook in _WITHIN_BACKWARD:
-            is_in_context = self.progress.is_in_context
-        else:
-            if self._pass is IDLE:
-                for observe in self.observers.before_first_hook:
-                    observe(self)
-            is_in_context = bool(dispatch_modes() or function_modes() or in_transform() or in_autocast())
-            if hook is _PRE_BACKWARD or hook in _WITHIN_BACKWARD:
-                self.progress.is_in_context = is_in_context
-        if is_in_context:
-            return self._outside(hook, subject)
-        is_observed = self.observers.before_hook or self.observers.after_hook
-        return self._observed(hook, subject) if is_observed else _PLAIN
-
-    @contextmanager
-    def _outside(self, hook: Hook, subject: Any) -> Iterator[None]:
-        with outside_callers_context(), self._observed(hook, subject):
-            yield
-
-    @contextmanager
-    def _observed(self, hook: Hook, subject: Any) -> Iterator[None]:
-        """Tell observers of ``hook`` of ``subject``."""
-        for observe in self.observers.before_hook:
-            observe(self, hook, subject)
-        try:
-            yield
-        finally:
-            for observe in self.observers.after_hook:
-                observe(self, hook, subject)
-
     # -- forward
 
+    @_hook(_PRE_FORWARD)
     def pre_forward(self, call: ForwardCall) -> None:
         """The forward ``call`` of a module begins."""
         state = call.state
@@ -160,35 +165,31 @@ class Root:
         if state.run is not None:  # another module of the group ran before, and shares its run
             call.run = state.run
             return
-        with self._around(_PRE_FORWARD, state):
-            run, recomputes = Run(), self._pass is BACKWARD
-            # The outermost module begins the pass.
-            if self._pass is IDLE:
-                self._begin_forward(call)
-            for observe in self.observers.begin_run:
-                observe(self, state)
-            call.run = run
-            # Gather what the run needs, and what comes after it.
-            if recomputes:  # each recomputation is a run of its own
-                self.unshard(state, self.plans.eager(state.group.name, in_backward=True, recomputes=True), "backward")
-                return
-            run.planned = self.plans.next_run(state)
-            if len(state.module_ids) > 1:
-                run.remaining = set(state.module_ids)
-            state.run = run  # before the gather, which may raise: the record has the run
-            self.unshard(state, run.planned, "forward")
-            for observe in self.observers.enter_forward:
-                observe(self, call)
+        run, recomputes = Run(), self._pass is BACKWARD
+        # The outermost module begins the pass.
+        if self._pass is IDLE:
+            self._begin_forward(call)
+        for observe in self.observers.begin_run:
+            observe(self, state)
+        call.run = run
+        # Gather what the run needs, and what comes after it.
+        if recomputes:  # each recomputation is a run of its own
+            self.unshard(state, self.plans.eager(state.group.name, in_backward=True, recomputes=True), "backward")
+            return
+        run.planned = self.plans.next_run(state)
+        if len(state.module_ids) > 1:
+            run.remaining = set(state.module_ids)
+        state.run = run  # before the gather, which may raise: the record has the run
+        self.unshard(state, run.planned, "forward")
+        for observe in self.observers.enter_forward:
+            observe(self, call)
 
-    def post_forward(self, call: ForwardCall, module_id: int) -> bool:
+    @_hook(_POST_FORWARD)
+    def post_forward(self, call: ForwardCall) -> bool:
         """The forward ``call`` of a module has ended. Return whether a backward may come back to it."""
         run, grad_enabled, is_in_backward = call.run, torch.is_grad_enabled(), self._pass is BACKWARD
-        # Other modules of the group may still come in this run.
-        if run.remaining:
-            run.remaining.discard(module_id)
-        with self._around(_POST_FORWARD, call):
-            if not is_in_backward:
-                self._end_run(call, run)
+        if not is_in_backward:
+            self._end_run(call, run)
         if grad_enabled:
             call.is_recomputed = is_in_backward
             if run.position < 0:  # not in the record of a forward: backward serves it eagerly
@@ -202,7 +203,8 @@ class Root:
         # The first end of the run gives it a place in the record, to which backward comes back.
         if run.record is NO_RECORD:
             run.record = self.plans.record
-            run.position = self.plans.end_run(state, leads_to_backward=has_grad and bool(state.group.plan.specs))
+            leads_to_backward = has_grad and bool(state.group.plan.specs)
+            run.position = run.record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
             if run.position >= 0:
                 self.progress.forwards.setdefault(run.record, set()).add(state)
         # The last module of the group frees it.
@@ -212,8 +214,7 @@ class Root:
         state.run = None
         self.free_after_forward(state, run.planned, has_grad=has_grad)
         if is_outermost:
-            with self._around(Hook.END_FORWARD, state):
-                self._end_forward()
+            self._end_forward(state)
 
     def _begin_forward(self, call: ForwardCall) -> None:
         self._pass, self._outermost = FORWARD, call.state
@@ -237,7 +238,8 @@ class Root:
                 self.plans.drop_stale(other)
         self.plans.begin_forward(leads_to_backward=self._grad_mode)
 
-    def _end_forward(self) -> None:
+    @_hook(Hook.END_FORWARD)
+    def _end_forward(self, _: FSDPState) -> None:
         for observe in self.observers.end_forward:
             observe(self)
         # End runs of which some modules did not come.
@@ -279,76 +281,81 @@ class Root:
 
     # -- backward
 
+    @_hook(_PRE_BACKWARD)
     def pre_backward(self, call: ForwardCall) -> None:
         """A gradient reached an output of ``call``."""
-        if self._pass is BACKWARD and call.entered == self.progress.number:
+        if call.entered == self.progress.number:
             return  # one reached another output
-        with self._around(_PRE_BACKWARD, call):
-            if self._pass is not BACKWARD:
-                self._begin_backward()
-            state, run = call.state, call.run
-            # Note that backward is here.
-            self._passes.reach(self, state)
-            self.progress.enter(call)
-            if call.is_recomputed and state in self.queue.waiting:
-                self.reduce_gradients(state)  # before a backward inside this one adds to them
-            for observe in self.observers.enter_backward:
-                observe(self, call)
-            # Gather again what the forward has freed.
-            if state.options.unshard_in_backward:
-                self.unshard(state, self.plans.backward_of(run.record, run.position, state.group.name), "backward")
+        if self._pass is not BACKWARD:
+            self._begin_backward()
+        state, run = call.state, call.run
+        # Note that backward is here.
+        if self._passes.backward is not None and state is not self.root_state:
+            self._passes.backward.module = state.group.name
+        self.progress.enter(call)
+        if call.is_recomputed and state in self.queue.waiting:
+            self.reduce_gradients(state)  # before a backward inside this one adds to them
+        for observe in self.observers.enter_backward:
+            observe(self, call)
+        # Gather again what the forward has freed.
+        if state.options.unshard_in_backward:
+            self.unshard(state, self.plans.backward_of(run.record, run.position, state.group.name), "backward")
 
+    @_hook(_GRAD_READY)
     def gradient_ready(self, state: FSDPState) -> None:
         """The gradients of ``state`` are complete."""
-        with self._around(_GRAD_READY, state):
-            if self._pass is not BACKWARD:
-                self._begin_backward()  # no hook saw an output of the module
-            if not self.progress.was_seen(state):
-                raise unseen_output(state)
-            options = state.options
-            if state.open_calls > 0:
-                if self.launcher.has_streams and state.frees_before_reduction:
-                    return  # the post-backward will free the parameters, and then reduce
-            elif options.reshard_after_backward and self.progress.is_over_for(state):
-                self.launcher.free(state.group)  # first, because the reduction allocates memory
-            if options.accumulation is not _SUM_UNSHARDED and not options.reduced_by_observer:
-                self.reduce_gradients(state)
+        if self._pass is not BACKWARD:
+            self._begin_backward()  # no hook saw an output of the module
+        if state not in self.progress.reached and not self.progress.was_seen(state):
+            raise unseen_output(state)
+        options = state.options
+        if state.open_calls > 0:
+            if self.launcher.has_streams and state.frees_before_reduction:
+                return  # the post-backward will free the parameters, and then reduce
+        elif options.reshard_after_backward and self.progress.is_over_for(state):
+            self.launcher.free(state.group)  # first, because the reduction allocates memory
+        if options.accumulation is not _SUM_UNSHARDED and not options.reduced_by_observer:
+            is_wrapped = state.backward_wrappers.post_backward is not None
+            (self.reduce_gradients if is_wrapped else self.queue.send)(state)  # which has nothing else to ask here
 
+    @_hook(_POST_BACKWARD)
     def post_backward(self, call: ForwardCall) -> None:
         """The gradients of the inputs of ``call``, and of its use of the parameters, are complete."""
-        with self._around(_POST_BACKWARD, call):
-            if self._pass is not BACKWARD:
-                self._begin_backward()  # the output is the input
-            state, run = call.state, call.run  # Note: run and call
-            self.progress.leave(call)
-            for observe in self.observers.leave_backward:
-                observe(self, call)
-            if run.position in run.record.unseen:
-                return  # the last gradient, or the end of backward, comes later. Note: ends that no hook sees
-            if run.awaited <= 0 and state.options.reshard_after_backward and not state.user_states:
-                self.launcher.free(state.group)  # Note: order of free, wait and reduce
-            if state.open_calls <= 0 and state not in self.queue.waiting and not state.options.reduced_by_observer:
-                self.reduce_gradients(state)
+        if self._pass is not BACKWARD:
+            self._begin_backward()  # the output is the input
+        state, run = call.state, call.run  # Note: run and call
+        self.progress.leave(call)
+        for observe in self.observers.leave_backward:
+            observe(self, call)
+        if run.position in run.record.unseen:
+            return  # the last gradient, or the end of backward, comes later. Note: ends that no hook sees
+        if run.awaited <= 0 and state.options.reshard_after_backward and not state.user_states:
+            self.launcher.free(state.group)  # Note: order of free, wait and reduce
+        if state.open_calls <= 0 and state not in self.queue.waiting and not state.options.reduced_by_observer:
+            self.reduce_gradients(state)
 
     def end_backward(self) -> None:
         """Autograd has run the backward: reduce what is left, reshard, and wait if this is the step's last one."""
-        with self._around(Hook.END_BACKWARD, self.root_state):
-            for observe in self.observers.end_backward:
-                observe(self)
-            # Nothing may come after this.
-            self.progress.end()
-            self.queue.waiting.clear()
-            for state in self.states.values():
-                self._end_backward_of(state)
-            # Wait, once, for everything that is in flight.
-            works = [work for observe in self.observers.before_end for work in observe(self, BACKWARD)]
-            self.finalization.end_backward()
-            if self.waits_after_backward:
-                self.finish_reductions()
-            for work in works:
-                work.wait()
-            self._passes.end_backward(self)
-            self._pass, self.progress.is_in_forward = FORWARD if self.progress.is_in_forward else IDLE, False
+        self._end_backward(self.root_state)
+
+    @_hook(Hook.END_BACKWARD)
+    def _end_backward(self, _: FSDPState) -> None:
+        for observe in self.observers.end_backward:
+            observe(self)
+        # Nothing may come after this.
+        self.progress.end()
+        self.queue.waiting.clear()
+        for state in self.states.values():
+            self._end_backward_of(state)
+        # Wait, once, for everything that is in flight.
+        works = [work for observe in self.observers.before_end for work in observe(self, BACKWARD)]
+        self.finalization.end_backward()
+        if self.waits_after_backward:
+            self.finish_reductions()
+        for work in works:
+            work.wait()
+        self._passes.end_backward(self)
+        self._pass, self.progress.is_in_forward = FORWARD if self.progress.is_in_forward else IDLE, False
 
     def _end_backward_of(self, state: FSDPState) -> None:
         """Reduce or hold what is left of ``state``'s gradients, and free or keep its parameters."""
@@ -424,7 +431,8 @@ class Root:
             # As the user set it, then as the plan says.
             kind = member.options.reshard.kind
             stays = kind is _NEVER or (kind is _AUTO and member is self.root_state and has_grad)
-            if stays or (has_grad and self._grad_mode and planned is not None and self.plans.keeps(member, planned)):
+            kept = planned.keep if planned is not None and has_grad and self._grad_mode else None
+            if stays or (kept and self.plans.keeps(member, kept)):
                 member.note_kept(self.plans.seen_steps)
             elif kind is _SMALLER and has_grad:
                 member.note_kept(self.plans.seen_steps)

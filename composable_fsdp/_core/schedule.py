@@ -285,10 +285,6 @@ class Planner:
                 return run
         return self.eager(event.group)
 
-    def end_run(self, state: FSDPState, *, leads_to_backward: bool) -> int:
-        """Note that ``state`` ended a run in forward. Return its position in the record, -1 without a backward."""
-        return self.record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
-
     def end_forward(self) -> None:
         record, known = self.record, self.known
         if self.runs_on_all_ranks and (record.ended or record.events != known.events):
@@ -353,9 +349,9 @@ class Planner:
         }
         return sum((held | {name: self.inputs.facts[name].nbytes for name in names}).values()) <= limit
 
-    def keeps(self, state: FSDPState, run: PlannedRun) -> bool:
-        """Return whether ``run`` keeps ``state`` after forward, and there is memory for all that it keeps with it."""
-        names = run.keep.get(state.group.name)
+    def keeps(self, state: FSDPState, kept: Fusions) -> bool:
+        """Return whether ``state`` is ``kept`` after forward, and there is memory for all that stay with it."""
+        names = kept.get(state.group.name)
         return names is not None and self.fits(names)
 
     def free_unused(self) -> None:

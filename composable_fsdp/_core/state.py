@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -171,12 +171,13 @@ class Run:
         awaited: the number of calls whose input gradients are not ready yet.
     """
 
-    __slots__ = ("awaited", "planned", "position", "record", "remaining", "seen")
-
-    def __init__(self) -> None:
-        self.remaining: set[int] | None = None
-        self.planned = self.seen = cast(Any, None)
-        self.record, self.position, self.awaited = NO_RECORD, -1, 0
+    # Defaults of the class, as in ForwardCall.
+    remaining: set[int] | None = None
+    planned: Any = None
+    record: ForwardRecord = NO_RECORD
+    position: int = -1
+    seen: Any = None
+    awaited: int = 0
 
 
 NO_RUN = Run()
@@ -209,7 +210,11 @@ class ForwardCall:
     awaits: bool = False
     """True if a hook reports that backward has reached the inputs."""
     counted_in: int = -1
-    """The number of the backward in which it counts in the ``open_calls`` of its state."""
+    """The number of the backward in which it counts in the ``open_calls`` of its state.
+
+    The state's gradients are incomplete until that backward has reached this call's inputs. If a later one comes back
+    to the call, it counts again.
+    """
     entered: int = -1
     """The number of the backward in which a gradient last reached an output of this call."""
 
@@ -270,22 +275,8 @@ class ForwardCall:
         self.run.awaited += 1
         self.awaits = True
         if not self.is_recomputed:
-            self.open(self.root.progress.number)
-
-    def open(self, backward: int) -> None:
-        """Mark the state's gradients as incomplete until backward number ``backward`` has reached this call's inputs.
-
-        The count ends with that backward. If a later one comes back to the call, it opens the call again.
-        """
-        self.counted_in = backward
-        self.state.open_calls += 1
-
-    def close(self, backward: int) -> None:
-        """Note that backward number ``backward`` has reached the inputs."""
-        self.run.awaited -= 1
-        if self.counted_in == backward:
-            self.counted_in = -1
-            self.state.open_calls -= 1
+            self.counted_in = self.root.progress.number
+            self.state.open_calls += 1
 
 
 class FSDPState:

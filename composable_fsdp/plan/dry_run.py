@@ -404,7 +404,7 @@ class Replay:
         if left is not None:
             call.run.remaining = set(left)
         with torch.set_grad_enabled(has_grad):
-            self._root.post_forward(call, -1)
+            self._root.post_forward(call)
 
     def _abort(self, number: int) -> None:
         call = self._calls[number]
@@ -524,15 +524,13 @@ class _ReplayedTask:
 class _Unwatched:
     """Passes of which nobody is told."""
 
-    thread = None
+    thread = backward = None
     runs_backward = is_outside_autograd = False
 
     def begin_forward(self, root: Root, outermost: ForwardCall) -> None: ...
 
     def begin_backward(self, root: Root) -> Callable[[], None]:
         return root.end_backward
-
-    def reach(self, root: Root, state: FSDPState) -> None: ...
 
     def end_backward(self, root: Root) -> None: ...
 

@@ -159,7 +159,8 @@ def _take(root: ObservedRoot, skipped: Iterable[SkippedGroup]) -> None:
         if begins:
             _core(root).unshard(state, root.plans.next_run(state), "forward")
         else:
-            root.plans.end_run(state, leads_to_backward=has_grad and bool(state.group.plan.specs))
+            leads_to_backward = has_grad and bool(state.group.plan.specs)
+            root.plans.record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
             if state.group.registration.shows_tensors_of_user and in_functional_call():
                 state.keeps_unsharded = state.keeps_unsharded or False  # as where its module runs
             _core(root).free_after_forward(state, None, has_grad=has_grad)

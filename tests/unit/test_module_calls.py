@@ -193,7 +193,7 @@ class Fails(nn.Linear):
 def test_what_an_exception_leaves_is_as_with_torchs_loop(error: BaseException) -> None:
     ends = []
     for has_hook in (False, True):
-        model = nn.Sequential(Fails(4, 4))
+        model: Any = nn.Sequential(Fails(4, 4))
         for part in (*model, model):
             fully_shard(part)
         if has_hook:
