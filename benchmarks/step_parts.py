@@ -26,7 +26,6 @@ from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Task
 
 from composable_fsdp._core.gather import AllGather
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.hooks import _ModuleHooks
 from composable_fsdp._core.launch import GroupReduction
 from composable_fsdp._core.root import Root
 from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
@@ -36,8 +35,7 @@ from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryC
 MODEL, OTHERS = "model and optimizer", "other threads"
 PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
     "hooks": [
-        (_ModuleHooks, ("begin", "take_inputs", "finish")),
-        (Root, ("pre_backward", "post_backward", "end_backward")),
+        (Root, ("pre_forward", "post_forward", "pre_backward", "gradient_ready", "post_backward", "end_backward")),
         (ParamGroup, ("arrive",)),
     ],
     "gathers": [(AllGather, ("launch", "finish"))],
