@@ -36,7 +36,7 @@ from composable_fsdp._core.gather import (
     all_gather_wire_bytes,
 )
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, GroupPlan, ParameterSpec, plan_group
-from composable_fsdp._core.layout import TensorShards, plan_reduction
+from composable_fsdp._core.layout import TensorShards, plan_division
 from composable_fsdp._core.memory import InFlight, ShardStore, is_host, without_grad, zero_padding
 from composable_fsdp._core.mesh import DataParallelAxes, ProcessGroups
 from composable_fsdp._core.params import ParameterSource, ShardedParameter, local_part
@@ -816,7 +816,7 @@ class ParamGroup:
         reductions = []
         for scatter in scatters:
             pgs = scatter.pgs
-            reduction = plan_reduction(
+            reduction = plan_division(
                 scatter.plan.sum_dtype,
                 pgs.axes.num_ranks,
                 averages=pgs.scatter.traits.averages and pgs.axes.replicate.traits.averages,

@@ -459,7 +459,7 @@ class Reduction:
         return float(num_ranks) if self.op is ReduceOp.AVERAGE else self.pre_divide
 
 
-def plan_reduction(
+def plan_division(
     dtype: torch.dtype, num_ranks: int, *, averages: bool, divide_factor: float | None = None, sum_only: bool = False
 ) -> Reduction:
     """Return how to reduce gradients of ``dtype`` over ``num_ranks`` data-parallel ranks.

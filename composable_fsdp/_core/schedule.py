@@ -89,7 +89,7 @@ class Plan:
     fused: Fusions = field(default_factory=lambda: ALONE)
 
 
-PlanPass: TypeAlias = Callable[[Plan, Facts, Limits], Plan]
+PlanChange: TypeAlias = Callable[[Plan, Facts, Limits], Plan]
 
 
 def make_plan(record: ForwardRecord, facts: Facts, limits: Limits, fused: Fusions | None = None) -> Plan:
@@ -102,7 +102,7 @@ def make_plan(record: ForwardRecord, facts: Facts, limits: Limits, fused: Fusion
     ended = tuple(PlannedRun(name, (name,)) for name in reversed(record.ended))
     names = dict.fromkeys(run.group for run in begun)
     plan = Plan(begun, ended, fusions(names, facts, limits.fused_bytes) if fused is None else fused)
-    for change in PASSES:
+    for change in PLAN_CHANGES:
         plan = change(plan, facts, limits)
     return plan
 
@@ -205,7 +205,7 @@ def keep_last(plan: Plan, facts: Facts, limits: Limits) -> Plan:
     return replace(plan, forward=tuple(replace(run, keep=keep) for run in plan.forward))
 
 
-PASSES: list[PlanPass] = [fuse, prefetch, keep_last]
+PLAN_CHANGES: list[PlanChange] = [fuse, prefetch, keep_last]
 """The changes of a plan that gathers each group when it is needed, in their order."""
 
 
@@ -404,7 +404,7 @@ class Planner:
     def _plan_of(self, record: ForwardRecord, fused: Fusions | None) -> Plan:
         facts, limits = self.inputs.facts, self.inputs.limits
         # Equal inputs have the same plan, the last one first.
-        key = facts, limits, record.events, record.ended, fused, tuple(PASSES)
+        key = facts, limits, record.events, record.ended, fused, tuple(PLAN_CHANGES)
         for at, (known, plan) in enumerate(self._plans):
             if known[0] is key[0] and known[1:] == key[1:]:
                 if at:

@@ -63,7 +63,7 @@ from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 from composable_fsdp._core.mesh import PlainForm
 from composable_fsdp._core.reduce import REDUCE_KINDS, BucketReduceScatter, OwnReduce, ReduceKind
-from composable_fsdp._core.schedule import PASSES, Plan, PlannedRun
+from composable_fsdp._core.schedule import PLAN_CHANGES, Plan, PlannedRun
 from composable_fsdp._core.seams import CLASS_MEMBERS, HOOK_WRAPPERS, OBSERVERS, ObservedRoot, Observer
 from composable_fsdp.plugins.captured_passes import CapturedPasses
 from composable_fsdp.plugins.checks.model_changes import ForwardOrder, PlainParameters
@@ -111,7 +111,7 @@ __all__ = [
     "HOOK_WRAPPERS",
     "LEFT_CONTEXTS",
     "OBSERVERS",
-    "PASSES",
+    "PLAN_CHANGES",
     "REDUCE_KINDS",
     "SUM",
     "TRANSPORTS",

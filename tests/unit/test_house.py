@@ -28,7 +28,7 @@ MOST_CODE = {
     ".": 668,
     "_api": 986,
     "_consistency": 1035,
-    "_core": 5695,
+    "_core": 5701,
     "checkpoint": 3710,
     "cli": 486,
     "codecs": 363,
@@ -36,14 +36,14 @@ MOST_CODE = {
     "init": 290,
     "interop": 54,
     "optim": 1471,
-    "plan": 1036,
-    "plugins": 5550,
+    "plan": 1035,
+    "plugins": 5590,
     "testing": 235,
     "wrap": 253,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22506
+MOST_CODE_OF_ALL = 22551
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests._internals import ReduceOp, Reduction, divide, plan_reduction
+from tests._internals import ReduceOp, Reduction, divide, plan_division
 
 WIDE = [torch.float32, torch.float64, torch.bfloat16]
 NARROW = [torch.float16, torch.float8_e5m2]
@@ -30,7 +30,7 @@ def reduce(reduction: Reduction, gradients: torch.Tensor) -> torch.Tensor:
 def test_the_divisors_of_a_sum_multiply_to_the_factor_exactly(
     dtype: torch.dtype, num_ranks: int, averages: bool, factor: float | None, sum_only: bool
 ) -> None:
-    reduction = plan_reduction(dtype, num_ranks, averages=averages, divide_factor=factor, sum_only=sum_only)
+    reduction = plan_division(dtype, num_ranks, averages=averages, divide_factor=factor, sum_only=sum_only)
     if reduction.op is ReduceOp.SUM:
         assert reduction.pre_divide * reduction.post_divide == (num_ranks if factor is None else factor)
 
@@ -39,7 +39,7 @@ def test_the_divisors_of_a_sum_multiply_to_the_factor_exactly(
 def test_the_communicator_averages_if_supported_and_the_result_is_the_mean(
     dtype: torch.dtype, num_ranks: int, averages: bool, factor: float | None, sum_only: bool
 ) -> None:
-    reduction = plan_reduction(dtype, num_ranks, averages=averages, divide_factor=factor, sum_only=sum_only)
+    reduction = plan_division(dtype, num_ranks, averages=averages, divide_factor=factor, sum_only=sum_only)
     mean = factor is None or factor == num_ranks
     assert (reduction.op is ReduceOp.AVERAGE) == (dtype in WIDE and averages and not sum_only and mean)
     if reduction.op is ReduceOp.AVERAGE:
@@ -48,13 +48,13 @@ def test_the_communicator_averages_if_supported_and_the_result_is_the_mean(
 
 @pytest.mark.parametrize("dtype", WIDE)
 def test_wide_dtypes_are_divided_once_after_the_reduce_scatter(dtype: torch.dtype) -> None:
-    assert plan_reduction(dtype, 8, averages=False) == Reduction(ReduceOp.SUM, 1.0, 8.0)
-    assert plan_reduction(dtype, 8, averages=True, divide_factor=3.0) == Reduction(ReduceOp.SUM, 1.0, 3.0)
+    assert plan_division(dtype, 8, averages=False) == Reduction(ReduceOp.SUM, 1.0, 8.0)
+    assert plan_division(dtype, 8, averages=True, divide_factor=3.0) == Reduction(ReduceOp.SUM, 1.0, 3.0)
 
 
 @given(NUM_RANKS)
 def test_fp16_is_divided_in_two_halves_of_which_the_first_is_an_exact_power_of_two(num_ranks: int) -> None:
-    reduction = plan_reduction(torch.float16, num_ranks, averages=True)
+    reduction = plan_division(torch.float16, num_ranks, averages=True)
     assert reduction.pre_divide == 2.0 ** (int(reduction.pre_divide).bit_length() - 1)
     assert reduction.pre_divide / 2 < num_ranks**0.5 <= reduction.pre_divide
 
@@ -66,7 +66,7 @@ def test_the_reduction_is_the_sum_divided_by_the_factor(
     gradients = torch.randn(num_ranks, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     expected = gradients.mean(0) if factor is None else gradients.sum(0) / factor
     for dtype in (torch.float64, torch.float16):  # only the plan uses this dtype; the values are fp64
-        reduction = plan_reduction(dtype, num_ranks, averages=averages, divide_factor=factor, sum_only=sum_only)
+        reduction = plan_division(dtype, num_ranks, averages=averages, divide_factor=factor, sum_only=sum_only)
         torch.testing.assert_close(reduce(reduction, gradients), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -75,7 +75,7 @@ def test_divisors_for_powers_of_two_are_those_of_fsdp2(num_ranks: int) -> None:
     first = 1.0
     while num_ranks % first == 0 and num_ranks / first > first:
         first *= 2
-    reduction = plan_reduction(torch.float16, num_ranks, averages=False)
+    reduction = plan_division(torch.float16, num_ranks, averages=False)
     assert reduction == Reduction(ReduceOp.SUM, first, num_ranks / first)
 
 
