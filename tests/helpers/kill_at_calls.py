@@ -2,10 +2,13 @@
 
     python -m tests.helpers.kill_at_calls FOLDER
 
-A first save notes its calls: files opened for writing, writes, syncs, renames, and what creates or deletes. The bytes
-of the writes must be those that the kernel counts, so that none is missed. Then one process after the other saves over
-the same checkpoint and is killed at one of the calls, a write when half of it is done. The checkpoint must then have
-the old or the new values, complete, and the next save must succeed. Tried are ``save`` and ``save_safetensors``.
+A first save notes its calls. Python's audit events find the files that it opens for writing and what it does by ``os``,
+such as renames and links; only those of ``READS`` change nothing. The bytes of the writes must be those that the kernel
+counts, so that none is missed, and a file that is mapped is an error, since nobody sees what is written to it.
+
+Then one process after the other saves over the same checkpoint and is killed at one of the calls, a write when half of
+it is done. The checkpoint must then have the old or the new values, complete, and the next save must succeed. Tried are
+``save`` and ``save_safetensors``.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import builtins
 import io
 import json
 import os
-import pathlib
 import shutil
 import signal
 import sys
@@ -32,7 +34,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import load, load_safetensors, save, save_safetensors
 
-CHANGES = ("replace", "rename", "mkdir", "unlink", "remove", "rmdir", "fsync", "ftruncate", "posix_fallocate")
+READS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr", "os.fork", "os.lockf")
+WITHOUT_EVENT = ("fsync", "fdatasync", "posix_fallocate", "mkfifo", "mknod")
 
 
 class Calls:
@@ -60,15 +63,18 @@ class Calls:
         self.nbytes += count
         return count
 
+    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+            self.note("open")
+        elif event.startswith("os.") and event not in READS:
+            self.note(event)
+        elif event == "mmap.__new__" and arguments[0] != -1:
+            raise AssertionError("a file is mapped: what is written to it is not seen")
+
     def patch(self) -> None:
-        calls, raw, write, pwrite, open_ = self, io.FileIO, os.write, os.pwrite, os.open
+        calls, raw, write, pwrite, plain = self, io.FileIO, os.write, os.pwrite, builtins.open
 
         class File(raw):  # type: ignore[valid-type,misc]
-            def __init__(self, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
-                if set(mode) & set("wax+"):
-                    calls.note("open")
-                super().__init__(file, mode, closefd, opener)
-
             def write(self, data: Any, /) -> int:
                 return calls.written(data, super().write)
 
@@ -81,11 +87,6 @@ class Calls:
             binary = io.BufferedRandom(opened) if "+" in mode else io.BufferedWriter(opened)
             return binary if "b" in mode else io.TextIOWrapper(binary, *rest, **options)
 
-        def open_descriptor(path: Any, flags: int, *rest: Any, **options: Any) -> int:
-            if flags & (os.O_WRONLY | os.O_RDWR):
-                calls.note("open")
-            return open_(path, flags, *rest, **options)
-
         def changing(name: str) -> None:
             call = getattr(os, name)
 
@@ -93,19 +94,17 @@ class Calls:
                 calls.note(name)
                 return call(*arguments, **options)
 
-            for owner in (os, getattr(pathlib, "_normal_accessor", None)):  # the second of Python 3.10
-                if hasattr(owner, name):
-                    setattr(owner, name, changed)
+            setattr(os, name, changed)
 
-        plain = builtins.open
-        patched: dict[tuple[Any, str], Any] = {(io, "FileIO"): File, (os, "open"): open_descriptor}
-        patched |= {(io, "open"): open_file, (builtins, "open"): open_file}
+        patched: dict[tuple[Any, str], Any] = dict.fromkeys([(io, "open"), (builtins, "open")], open_file)
+        patched[io, "FileIO"] = File
         patched[os, "write"] = lambda fd, data: calls.written(data, lambda view: write(fd, view))
         patched[os, "pwrite"] = lambda fd, data, at: calls.written(data, lambda view: pwrite(fd, view, at))
         for (owner, name), value in patched.items():
             setattr(owner, name, value)
-        for name in CHANGES:
+        for name in WITHOUT_EVENT:
             changing(name)
+        sys.addaudithook(self.audit)
 
 
 def build(value: float) -> nn.Module:
