@@ -672,7 +672,7 @@ class Replacement:
         with closing(Directory.make(self.aside)) as aside:
             try:
                 for file in self.files:
-                    with open(file.name, "xb", opener=aside.opener) as opened:
+                    with open(file.name, "xb", opener=aside.opener) as opened, _naming(self.aside / file.name):
                         opened.write(file.header)
                         opened.flush()
                         _reserve(opened.fileno(), file.nbytes)
@@ -694,7 +694,7 @@ class Replacement:
             ) from error
         with closing(directory):
             for file in self.files:
-                with directory.reopen(file.name) as opened:
+                with directory.reopen(file.name) as opened, _naming(self.aside / file.name):
                     for spec in (spec for spec in file.tensors if spec.name in shards):
                         part = shards[spec.name]
                         boxes = [b for b in part.extent.boxes() if plan is None or (spec.name, b.offsets) in planned]
@@ -729,6 +729,15 @@ def dtype_code(dtype: torch.dtype) -> str:
         if known == dtype:
             return code
     raise CheckpointError(f"safetensors files cannot hold {dtype}. They hold {', '.join(map(str, DTYPES.values()))}.")
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Add ``file`` to an ``OSError`` of a call that got a descriptor, and so names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _reserve(file: int, nbytes: int) -> None:

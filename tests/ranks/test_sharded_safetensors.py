@@ -310,17 +310,20 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_files(tmp
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (700, unlimited[1]))
     try:
-        with all_ranks_raise(r"^save_safetensors: OSError: .*File too large"):
+        with all_ranks_raise(r"^save_safetensors: OSError: .*File too large: '\S+/model\.safetensors'$"):
             save_safetensors(model, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        all_ranks_raise("^save_safetensors: rank 1: OSError: Input/output error$"),
+        open("/dev/full", "wb", buffering=0) as device,
+        all_ranks_raise(
+            r"^save_safetensors: rank 1: OSError: \[Errno 28\] No space left on device: '\S+/model\.safetensors'"
+        ),
     ):
         if rank:
-            patch.setattr(os, "pwrite", fails)
+            patch.setattr(os, "pwrite", lambda *_: os.write(device.fileno(), b"x"))
         save_safetensors(model, path)
 
     with all_ranks_raise(
