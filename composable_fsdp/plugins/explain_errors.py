@@ -70,7 +70,10 @@ def is_mixed(error: BaseException) -> bool:
 
 def explain(error: BaseException) -> str | None:
     """Add a note to an error about sharded parameters. Return its text where errors take no notes, in Python 3.10."""
-    text = explanation_of(error)
+    try:
+        text = explanation_of(error)
+    except Exception:  # raised by objects of the program, such as a closed shelf in a local
+        return None
     if text is None or not hasattr(error, "add_note"):
         return text
     if not any(note.endswith((_REMEDY, _FULL_VALUES)) for note in getattr(error, "__notes__", ())):
@@ -183,8 +186,6 @@ def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(self, *args, **kwargs)
         except RuntimeError as error:
-            from composable_fsdp.plugins.explain_errors import is_mixed
-
             state = state_of(self)
             if isinstance(error, LifecycleError) or not is_mixed(error) or state.is_running:
                 raise

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -183,6 +183,38 @@ def test_an_error_in_the_forward_of_a_sharded_module_is_explained_where_it_is_ca
             assert re.match(
                 r"parameter 'weight' is sharded, being in the group of '(0\.)?first' \(Linear\): only calls", note
             )
+
+
+class Proxy:
+    """A local of a program whose class cannot be looked up, as that of a proxy outside of its context."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise LookupError("no context")
+
+
+class Failing(nn.Sequential):
+    """Raises ``text`` if there is one, with a proxy in a local."""
+
+    text = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        proxy = Proxy()
+        if self.text:
+            raise RuntimeError(f"{self.text} in {id(proxy)}")
+        return cast(torch.Tensor, super().forward(x))
+
+
+@pytest.mark.behaviour("H-02")
+@pytest.mark.parametrize("text", ["got mixed torch.Tensor and DTensor", "invalid python storage"])
+def test_an_explanation_that_fails_leaves_the_error_as_it_is_and_the_model_usable(text: str) -> None:
+    model = fully_shard(Failing(nn.Linear(4, 4)))
+    model.text = text
+    with pytest.raises(RuntimeError, match=f"^{text} in"):
+        model(X)
+    model.text = ""
+    model(X).sum().backward()
+    assert model[0].weight.grad is not None
 
 
 UNCAUGHT = """
