@@ -78,7 +78,7 @@ def _start_time(process: int) -> str:
 def _stat(process: int) -> list[str]:
     """Return the state of ``process`` and the values after it, or one empty text if there is no such process."""
     try:
-        text = Path(f"/proc/{process}/stat").read_text()
+        text = Path(f"/proc/{process}/stat").read_text(errors="replace")  # a name is cut to 15 bytes
     except OSError:
         return [""]
     return text.rpartition(")")[2].split()  # a name in brackets comes before, with any characters

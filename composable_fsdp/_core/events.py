@@ -92,7 +92,10 @@ class EndOfRun:
 
 def error_summary(error: BaseException) -> str:
     """Return the type of ``error`` and the first line of its text, and the last exception of a traceback in it."""
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # of the class of the program
+        text = "<its text cannot be read>"
     _, header, inner = text.rpartition("Traceback (most recent call last):\n")
     raised = [line for line in inner.splitlines() if header and line[:1].strip()]  # lines of the stack are indented
     return " ".join([": ".join([type(error).__name__, *text.splitlines()[:1]]), *raised[:1]])

@@ -680,6 +680,17 @@ def test_a_process_of_this_host_is_known_to_have_ended() -> None:
     assert exit_text(identity) == ""
 
 
+def test_a_process_has_an_identity_though_its_name_was_cut_within_a_character() -> None:
+    name = Path("/proc/self/comm")
+    before, identity = name.read_bytes(), process_identity()
+    try:
+        name.write_bytes("тренировка".encode()[:15])
+        assert process_identity() == identity
+        assert not has_died(identity)
+    finally:
+        name.write_bytes(before.strip())
+
+
 def test_the_summary_of_an_error_includes_the_exception_of_another_process() -> None:
     inner = (
         "Traceback (most recent call last):\n  File 'a.py'\n    x\nKeyError: 'first'\n\nDuring handling, another:\n\n"
