@@ -70,8 +70,10 @@ if TYPE_CHECKING:
         Traits,
         Transfer,
         communicator_over,
+        communicators,
         find,
         is_over_group,
+        reopen,
     )
     from composable_fsdp._core.context import outside_callers_context
     from composable_fsdp._core.events import (
@@ -174,7 +176,15 @@ if TYPE_CHECKING:
     from composable_fsdp._core.reduce import BucketReduceScatter, ReducedBucket
     from composable_fsdp._core.root import _MOST_FORWARDS, Root
     from composable_fsdp._core.schedule import Planner
-    from composable_fsdp._core.state import Accumulation, ForwardRecord, FSDPState, find_state, state_of, states_below
+    from composable_fsdp._core.state import (
+        Accumulation,
+        ForwardRecord,
+        FSDPState,
+        connections,
+        find_state,
+        state_of,
+        states_below,
+    )
     from composable_fsdp._extents import (
         DTYPES,
         Box,
@@ -233,7 +243,7 @@ if TYPE_CHECKING:
     from composable_fsdp.optim._owner_units import AxisCut, Slot, Tiling, Unit, axis_cuts, tiling_of
     from composable_fsdp.optim.offload_optimizer import _offloads as optimizer_offloads
     from composable_fsdp.plan import dry_run
-    from composable_fsdp.plan.dry_run import Replay, Snapshot, StepRecorder, events_of
+    from composable_fsdp.plan.dry_run import Replay, StepRecorder, events_of
     from composable_fsdp.plan.known_accelerators import KnownAccelerator, as_accelerator
     from composable_fsdp.plan.make_plan import pinned_waste
     from composable_fsdp.plan.simulate import (
@@ -254,7 +264,6 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.extensions.extension_bucket import ExtendedBucket
     from composable_fsdp.plugins.extensions.gather_hooks import shard_mesh_of
     from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
-    from composable_fsdp.plugins.recovery import disconnect, reconnect
     from composable_fsdp.plugins.shared_memory import connect, segment
     from composable_fsdp.plugins.shared_memory.collective import StagedRange, plan_rounds
     from composable_fsdp.plugins.shared_memory.connect import SWITCH, RankInfo, meet_peers

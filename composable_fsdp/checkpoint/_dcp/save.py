@@ -252,10 +252,6 @@ class Contents:
         inner = inner_tensors.inner_contributions_of(parts)
         return Contribution(self.groups, self.layouts, self.replicated, values, inner)
 
-    def further_keys(self) -> dict[str, str]:
-        """Return the keys of ``aliases``, with that of the tensor."""
-        return {key_of(alias): key_of(path) for alias, path in self.aliases.items()}
-
     def settings_by_parameter(self) -> dict[ContentsPath, ContentsPath]:
         """Return the path of each parameter's settings in torch's flattened state dicts, with that of their group's."""
         names = {path[2]: value for path, value in self.objects.items() if path[3:] == ("params",)}
@@ -709,7 +705,8 @@ class _Save:
         def each() -> tuple[SavePlan, Mapping[str, str]]:
             contents.settle(merged)
             self._planner = SavePlanner(contents, weights_only=self._weights_only)
-            return self._planner.create_local_plan(), contents.further_keys()
+            further_keys = {key_of(alias): key_of(path) for alias, path in contents.aliases.items()}
+            return self._planner.create_local_plan(), further_keys
 
         def central(planned: list[tuple[SavePlan, Mapping[str, str]]]) -> Sequence[tuple[str, str, int, SavePlan]]:
             check_parts([plan for plan, _ in planned])
