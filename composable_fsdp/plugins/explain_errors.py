@@ -19,6 +19,7 @@ fail torch's checks for ``type(p) is DTensor``; with the attribute on the parame
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import re
 import sys
@@ -167,15 +168,23 @@ def _explain_below(value: object) -> str | None:
 
 # -- methods that compute with sharded parameters
 
+_RUNS_LATER = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+
 
 def explained_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """Return the public methods of ``original`` that ``nn.Module`` lacks, wrapped to explain errors."""
-    methods: dict[str, Callable[..., Any]] = {}
-    for base in original.__mro__[: original.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and not name.startswith("_") and not hasattr(nn.Module, name):
-                methods.setdefault(name, _explaining(name, value))
-    return methods
+    """Return the public methods of ``original`` that ``nn.Module`` lacks, wrapped to explain errors.
+
+    Coroutines and generators stay, since programs ask for their kind, and they run after the call.
+    """
+    members: dict[str, Any] = {}
+    for base in reversed(original.__mro__[: original.__mro__.index(nn.Module)]):
+        members |= vars(base)  # also what is no method, and overrides one
+    return {
+        name: _explaining(name, value)
+        for name, value in members.items()
+        if isinstance(value, FunctionType) and not value.__code__.co_flags & _RUNS_LATER
+        if not name.startswith("_") and not hasattr(nn.Module, name)
+    }
 
 
 def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

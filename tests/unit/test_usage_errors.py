@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import threading
@@ -251,6 +252,44 @@ def test_an_uncaught_error_has_the_explanation() -> None:
 def test_other_errors_of_methods_stay_as_they_are() -> None:
     with pytest.raises(RuntimeError, match=r"^raised by the module$"):
         build()[0].refuse()
+
+
+class Overridden(Encoder):
+    """Overrides methods by what is none."""
+
+    @staticmethod
+    def encode(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def score(self) -> str:
+        return "base"
+
+    def name(self) -> str:
+        return "base"
+
+    async def wait(self) -> int:
+        return 1
+
+    def stream(self) -> Iterator[int]:
+        yield 1
+
+
+class Overriding(Overridden):
+    @classmethod
+    def score(cls) -> str:
+        return cls.__name__
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "derived"
+
+
+def test_methods_that_others_override_or_that_run_later_stay_as_they_are() -> None:
+    model: Any = fully_shard(Overriding())
+    assert torch.equal(model.encode(X), X + 1)
+    assert (model.score(), model.name) == ("FSDPOverriding", "derived")
+    assert inspect.iscoroutinefunction(model.wait)
+    assert inspect.isgeneratorfunction(model.stream)
 
 
 def test_wrapped_methods_keep_their_signature_and_docstring() -> None:
