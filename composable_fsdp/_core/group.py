@@ -600,8 +600,7 @@ class ParamGroup:
 
     def needs_gather(self) -> bool:
         """Apply changes to the parameters, and return True if no all-gather is in flight or done."""
-        registration = self.registration
-        if not (registration.is_current if self.task.number == -1 else registration.is_shown):
+        if not self.registration.is_current:
             self.refresh()
         if not self.are_on_rest_device:
             raise self._device_error()

@@ -199,21 +199,14 @@ class Registration:
         """
         if self._is_hidden:
             return True
+        registered: Any = map(_get, self._registered, self._names)
         with without_torch_function():
             return (
-                self.is_shown
-                and all(map(is_, map(_local_tensor, self._sharded), self._locals))
+                all(map(is_, map(_local_tensor, self._sharded), self._locals))
+                and list(map(_requires_grad, self._sharded)) == self._trainable
+                and all(map(is_, registered, self._shown))
                 and list(map(_storage, self._stored)) == self._storages  # compares identities first
             )
-
-    @property
-    def is_shown(self) -> bool:
-        """True if the sharded parameters are registered, with the same ``requires_grad``: what a backward depends on.
-
-        It gathers from the memory that its forward has used. The next forward finds whatever has replaced that.
-        """
-        registered: Any = map(_get, self._registered, self._names)
-        return all(map(is_, registered, self._shown)) and list(map(_requires_grad, self._sharded)) == self._trainable
 
     @property
     def versions(self) -> list[int]:
