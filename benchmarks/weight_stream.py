@@ -5,6 +5,9 @@
 Each variant reads one element of every full parameter, in turn. Times are of this rank's processor (CPU time, mean of
 the ranks) and of the slowest rank. Memory is the peak of what torch allocates beside the model, of the rank that has
 most, in bytes of full parameters of a bucket of ours: the stream may take ``1 + ahead``.
+
+A second table has streams of changed values in bf16 by density, beside a full stream in bf16: bytes of the flushes that
+a receiver gets, and times with the checksum of the flushes. The memory of what was sent is not in the peak.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from composable_fsdp import apply_to_full_params, stream_full_params
+from composable_fsdp import apply_to_full_params, stream_changed_params, stream_full_params
+from composable_fsdp.plugins.weight_stream import SentParams
 
 MIB = 1 << 20
 MODELS = {"many small": (100, 10, 64, 4 * MIB), "few large": (8, 1, 2048, 16 * MIB)}
@@ -69,6 +73,56 @@ def variants(sizes: tuple[int, int, int, int], mesh: DeviceMesh) -> dict[str, Ca
     return {"stream": stream, "apply": apply, "full_tensor": full_tensor}
 
 
+DENSITIES = (0.0, 0.005, 0.02, 0.05, 0.1, 1.0)
+
+
+def changed_rows(name: str, sizes: tuple[int, int, int, int], mesh: DeviceMesh, rounds: int) -> list[dict[str, Any]]:
+    """Measure streams of changed values of one model. Changes are negations of values that are drawn anew each time."""
+    groups, count, rows, bucket_bytes = sizes
+    model, sent, table = build("ours", groups, count, rows, mesh), SentParams(), []
+    shards = [p.to_local().detach().view(-1) for p in model.parameters() if isinstance(p, DTensor)]
+
+    def change(density: float) -> None:
+        for shard_ in shards:
+            shard_[torch.rand(shard_.numel()) < density] *= -1
+
+    def full() -> None:
+        for bucket in stream_full_params(model, bucket_bytes, torch.bfloat16):
+            read(bucket.packed) if bucket.packed is not None else None
+
+    def changed() -> int:
+        return sum(flush.nbytes for flush in stream_changed_params(model, sent, bucket_bytes, torch.bfloat16))
+
+    whole = changed()
+    for density in DENSITIES:
+        full_times, changed_times, nbytes = [], [], 0
+        for turn in range(rounds + 2):
+            change(density)
+            received = list[int]()
+            taken = timed_on_all(full)(), timed_on_all(lambda into=received: into.append(changed()))()
+            nbytes = received[0]
+            if turn >= 2:
+                full_times.append(taken[0])
+                changed_times.append(taken[1])
+        cpu, wall = ([[each[k] for each in times] for times in (changed_times, full_times)] for k in (0, 1))
+        change(density)
+        table.append(
+            {
+                "model": name,
+                "parameters": groups * count,
+                "changed": density,
+                "bytes changed/full": nbytes / whole,
+                "changed CPU ms": spread(cpu[0]),
+                "full CPU ms": spread(cpu[1]),
+                "CPU changed/full": ratios(*cpu),
+                "time changed/full": ratios(*wall),
+                "buckets of memory": peak_bytes(lambda: changed() and None) / bucket_bytes,
+                "copy/shards": sent.nbytes / (sum(s.numel() for s in shards) * 2),
+            }
+        )
+    return table
+
+
 def timed_on_all(action: Callable[[], None]) -> Callable[[], tuple[float, float]]:
     """Return a function that returns CPU milliseconds, the mean of all ranks, and milliseconds, of the slowest."""
 
@@ -96,6 +150,10 @@ def peak_bytes(action: Callable[[], None]) -> int:
     return int(peak)
 
 
+CHANGED_COLUMNS = [
+    *("model", "parameters", "changed", "bytes changed/full", "changed CPU ms", "full CPU ms", "CPU changed/full"),
+    *("time changed/full", "buckets of memory", "copy/shards"),
+]
 COLUMNS = [
     *("model", "parameters", "groups", "bucket MiB", "stream CPU ms", "apply CPU ms", "full_tensor CPU ms"),
     *("CPU stream/apply", "CPU stream/full_tensor", "time stream/apply", "time stream/full_tensor"),
@@ -126,8 +184,13 @@ def main() -> None:
             row[f"time stream/{other}"] = ratios(wall["stream"], wall[other])
         row |= {f"{n} buckets of memory": peak_bytes(action) / bucket_bytes for n, action in actions.items()}
         table.append(row)
+    rounds = 2 if arguments.quick else arguments.rounds
+    models = (QUICK if arguments.quick else MODELS).items()
+    changes = [row for name, sizes in models for row in changed_rows(name, sizes, mesh, rounds)]
     if dist.get_rank() == 0:
-        publish("streams of full weights", {"ranks": dist.get_world_size()}, COLUMNS, table, arguments.out)
+        setup = {"ranks": dist.get_world_size()}
+        publish("streams of full weights", setup, COLUMNS, table, arguments.out)
+        publish("streams of changed weights", setup, CHANGED_COLUMNS, changes, arguments.out)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ from math import prod
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -34,8 +35,6 @@ __all__ = ["SentParams", "stream_changed_params"]
 
 CALLER = "stream_changed_params"
 _NUM_LENGTHS = HEADER_NUMBERS - 4
-_PIECE = 1 << 14
-"""The words that are looked at at a time, which bounds memory."""
 _COUNT_BYTES = 16
 """Each row of changes begins with their number, and is aligned after it."""
 
@@ -237,7 +236,7 @@ class _Bucket:
         """Return the tensors with changes, and the indices and values of all ranks, in the order of the bucket."""
         places, values = self._received(gather, own)
         places, order = places.sort()
-        values = values[order]
+        values = values.index_select(0, order)
         offsets = self._offsets.to(places.device)
         bounds = torch.searchsorted(places, offsets)
         changed = torch.cat([bounds, bounds.new_tensor([places.numel()])]).diff()
@@ -368,18 +367,17 @@ class _ChangedParams:
         bucket, lengths = self._buckets[number], [0] * _NUM_LENGTHS
         kind = INTEGERS[bucket.dtype.itemsize]
         found = self._changes[number] = []
-        for segment, known in zip(bucket.segments, self._sent._rows[number], strict=True):
-            row = self._packed(segment)
-            before = known.to(row.device)
+        for segment, sent in zip(bucket.segments, self._sent._rows[number], strict=True):
+            row, known = self._packed(segment).view(kind), sent.view(kind)
             most = int(self._whole_above * bucket.numel / segment.num_rows)
-            count, at = _differing(row, before, kind, most)
+            count, at = _differing(row, known.to(row.device), most)
             field = self._field_of[segment.route]
             lengths[field] = max(lengths[field], count)
             if at is None:
                 known.copy_(row)
                 continue
-            values = row.view(kind)[at]
-            known.view(kind)[at.to(known.device)] = values.to(known.device)
+            values = row.index_select(0, at)
+            known.index_copy_(0, at.to(known.device), values.to(known.device))
             found.append((segment.places(at).to(bucket.index_dtype), values))
         return lengths
 
@@ -411,25 +409,15 @@ class _ChangedParams:
         return Flush.of(header, indices if indices is None else indices.to(device), values.to(device))
 
 
-def _differing(
-    row: torch.Tensor, before: torch.Tensor, kind: torch.dtype, most: int
-) -> tuple[int, torch.Tensor | None]:
-    """Return how many elements of ``kind`` differ, and their indices, ascending, unless there are more than ``most``.
-
-    Words of 8 bytes are compared first: 3 times as fast, since few differ. ``row`` is of a multiple of 16 bytes.
-    """
-    words, others = row.view(torch.int64), before.view(torch.int64)
-    at = (words != others).nonzero().squeeze(1)
-    if at.numel() > most:
-        return at.numel(), None
-    per_word, found, count = 8 // kind.itemsize, [], 0
-    for piece in at.split(_PIECE):
-        changed = (words[piece].view(kind) != others[piece].view(kind)).nonzero().squeeze(1)
-        count += changed.numel()
-        if count > most:
-            return count, None
-        found.append(piece[changed // per_word] * per_word + changed % per_word)
-    return count, torch.cat(found)
+def _differing(row: torch.Tensor, before: torch.Tensor, most: int) -> tuple[int, torch.Tensor | None]:
+    """Return how many elements differ, and their indices, ascending, unless there are more than ``most``."""
+    if row.device.type != "cpu":
+        differ = row != before
+        count = int(differ.count_nonzero())
+        return count, None if count > most else differ.nonzero().squeeze(1)
+    mask = row.numpy() != before.numpy()  # numpy finds indices in a third of the time of torch
+    count = int(np.count_nonzero(mask))
+    return count, None if count > most else torch.from_numpy(np.flatnonzero(mask))
 
 
 def _full_index(at: torch.Tensor, extent: ShardExtent) -> torch.Tensor:

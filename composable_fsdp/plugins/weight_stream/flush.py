@@ -113,7 +113,9 @@ class FlushHeader:
                 **{**found, "stream": int(found["stream"]), "dtype": DTYPES[found["dtype"]], "tensors": tensors}
             )
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise FlushError(f"the header of this flush cannot be read: {type(error).__name__}: {error}.") from error
+            raise FlushError(
+                f"the header of this flush cannot be read: {type(error).__name__}: {error}. Ask for it again."
+            ) from error
         numbers = [header.number, header.part, header.parts, *(n for _, s, count in tensors for n in (*s, count))]
         texts = [name for name, _, _ in tensors]
         is_right = (
@@ -207,7 +209,9 @@ class Flush:
         view = memoryview(data)
         size = int.from_bytes(view[:8], "little")
         if len(view) < 8 or size > min(len(view) - 8, MOST_HEADER_BYTES):
-            raise FlushError(f"{len(view)} bytes are no whole flush, or its header is longer than 100 MiB.")
+            raise FlushError(
+                f"{len(view)} bytes are no whole flush, or its header is longer than 100 MiB. Ask for it again."
+            )
         try:
             entries = json.loads(bytes(view[8 : 8 + size]))
             metadata = entries.pop("__metadata__")
@@ -218,7 +222,7 @@ class Flush:
             if tensors or nbytes != len(view) - 8 - size or type(header) is not str:
                 raise ValueError("it has other tensors or bytes")
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise FlushError(f"these bytes are no flush: {type(error).__name__}: {error}.") from error
+            raise FlushError(f"these bytes are no flush: {type(error).__name__}: {error}. Ask for it again.") from error
         return Flush(header, indices, values, checksum)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
