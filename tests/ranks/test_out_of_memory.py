@@ -1,0 +1,33 @@
+"""The example that runs out of memory on one rank goes on with smaller microbatches, without a restart."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.helpers.torchrun import torchrun
+
+
+def losses_of(*flags: str) -> dict[tuple[int, int], tuple[int, float]]:
+    """Return the microbatches and the loss by rank and step."""
+    said = torchrun("examples/out_of_memory.py", "--steps", "3", *flags)
+    found = re.findall(r"rank (\d) step (\d) microbatches (\d+) loss ([\d.]+)", said)
+    assert len(found) == 6, said
+    return {(int(rank), int(step)): (int(count), float(loss)) for rank, step, count, loss in found}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_run_that_is_out_of_memory_has_the_losses_of_one_with_small_microbatches(at: int) -> None:
+    limited = losses_of("--at", str(at))
+    counts = [limited[0, step][0] for step in range(3)]
+    assert counts[:at] == [1] * at
+    assert 1 < counts[at] == counts[2] <= 16, "the last rank had no memory for the batch"
+    assert counts == [limited[1, step][0] for step in range(3)], "all ranks have the same microbatches"
+    small = losses_of("--no-limit", "--microbatches", str(counts[2]))
+    for place, (count, loss) in small.items():
+        if at == 0:
+            assert limited[place] == (count, loss)
+        else:
+            assert limited[place][1] == pytest.approx(loss, rel=1e-4)
