@@ -79,7 +79,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--steps", type=int, default=4)
     options.add_argument("--at", type=int, default=0, help="the step before which the last rank gets its limit")
-    options.add_argument("--mebibytes", type=int, default=120, help="the memory that the last rank may add")
+    options.add_argument("--mebibytes", type=int, default=160, help="the memory that the last rank may add")
     options.add_argument("--microbatches", type=int, default=1)
     options.add_argument("--no-limit", action="store_true")
     arguments = options.parse_args()

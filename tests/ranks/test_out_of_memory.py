@@ -23,11 +23,11 @@ def test_a_run_that_is_out_of_memory_has_the_losses_of_one_with_small_microbatch
     limited = losses_of("--at", str(at))
     counts = [limited[0, step][0] for step in range(3)]
     assert counts[:at] == [1] * at
-    assert 1 < counts[at] == counts[2] <= 16, "the last rank had no memory for the batch"
+    assert 1 < counts[at] <= counts[2] <= 16, "the last rank had no memory for the batch"
     assert counts == [limited[1, step][0] for step in range(3)], "all ranks have the same microbatches"
     small = losses_of("--no-limit", "--microbatches", str(counts[2]))
     for place, (count, loss) in small.items():
-        if at == 0:
+        if set(counts) == {count}:
             assert limited[place] == (count, loss)
-        else:
+        else:  # the sum over microbatches has another order
             assert limited[place][1] == pytest.approx(loss, rel=1e-4)

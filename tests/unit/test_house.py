@@ -37,13 +37,13 @@ MOST_CODE = {
     "interop": 54,
     "optim": 1471,
     "plan": 1035,
-    "plugins": 5596,
+    "plugins": 5591,
     "testing": 235,
     "wrap": 253,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22560
+MOST_CODE_OF_ALL = 22555
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""
