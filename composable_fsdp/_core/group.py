@@ -601,6 +601,8 @@ class ParamGroup:
     def needs_gather(self) -> bool:
         """Apply changes to the parameters, and return True if no all-gather is in flight or done."""
         if not self.registration.is_current:
+            if self.parameter_state is _SHRUNK:
+                self.reshard()  # its slices are of parameters before the change
             self.refresh()
         if not self.are_on_rest_device:
             raise self._device_error()

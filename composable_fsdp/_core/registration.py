@@ -136,6 +136,7 @@ class Registration:
             for parameter in self._parameters:
                 if parameter.unsharded.requires_grad != parameter.trainable:
                     parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
+                    parameter.unsharded.requires_grad_(parameter.trainable)  # until the next all-gather follows it
         # A tensor of the user stays where it was registered.
         if self._shows_unsharded:
             self._shows_unsharded = self.shows_tensors_of_user = False

@@ -192,10 +192,7 @@ def test_parameters_can_be_frozen_while_gradients_are_in_flight(summed: str, loo
         torch.testing.assert_close(parameter.grad.full_tensor(), unsharded.grad)
 
 
-@pytest.mark.behaviour("C-05")
-@pytest.mark.parametrize("flips", [False, True], ids=["frozen", "thawed"])
-@on_ranks(2, transports=TRANSPORTS)
-def test_parameters_can_be_frozen_between_forward_and_backward(flips: bool) -> None:
+def freeze_between(flips: bool, *, reshard: bool | int) -> None:
     """Check, as in torch, that backward skips parameters frozen since forward.
 
     Parameters that are unfrozen after forward get no gradient either.
@@ -203,7 +200,7 @@ def test_parameters_can_be_frozen_between_forward_and_backward(flips: bool) -> N
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = seeded(Layered)(), seeded(Layered)()
     for layer in (*model.children(), model):
-        fully_shard(layer, reshard_after_forward=True)
+        fully_shard(layer, reshard_after_forward=reshard)
     for _ in range(3):
         batches = torch.randn(size, 3, 6, generator=torch.Generator().manual_seed(0))
         for each in (model, reference):
@@ -220,3 +217,39 @@ def test_parameters_can_be_frozen_between_forward_and_backward(flips: bool) -> N
             if parameter.grad is not None and unsharded.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
                 torch.testing.assert_close(parameter.grad.full_tensor(), unsharded.grad)
+
+
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize("flips", [False, True], ids=["frozen", "thawed"])
+@on_ranks(2, transports=TRANSPORTS)
+def test_parameters_can_be_frozen_between_forward_and_backward(flips: bool) -> None:
+    freeze_between(flips, reshard=True)
+
+
+@pytest.mark.behaviour("C-05")
+@on_ranks(4)
+def test_parameters_can_be_frozen_between_forward_and_backward_beside_their_slices() -> None:
+    freeze_between(False, reshard=2)
+    freeze_between(True, reshard=2)
+
+
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_parameters_frozen_while_unsharded_train_once_they_are_thawed(reshard: bool) -> None:
+    """Freeze a layer in one form, and thaw it in the other, before any all-gather has followed."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in (model[0], model[1]):
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    for frozen in (model[2], model[1], model):
+        loss = model(torch.ones(1, 4)).square().sum()
+        frozen.requires_grad_(False)
+        loss.backward()
+        assert isinstance(model[2].weight, DTensor)
+        frozen.requires_grad_(True)
+        model.zero_grad()
+        for _ in range(2):
+            model(torch.ones(1, 4)).square().sum().backward()
+            assert all(p.grad is not None for p in model.parameters())
+            model.zero_grad()
