@@ -156,7 +156,7 @@ class Run:
 
 def end_with_driver() -> None:
     """End this process and its children once the driver's end of its standard input is closed."""
-    sys.stdin.buffer.read()
+    os.read(sys.stdin.fileno(), 1)  # not by the buffer, whose lock would abort the exit of the interpreter
     os.killpg(0, signal.SIGKILL)
 
 

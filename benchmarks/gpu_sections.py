@@ -112,11 +112,10 @@ def changed_values(sent: SentParams, model: Any) -> Buckets:
 
 def receive(inbox: Any, outbox: Any) -> None:
     """In another process: copy what comes, and send back sums of its bytes, until ``None`` comes."""
-    copies = dict[int, torch.Tensor]()
-    for number, tensor in enumerate(iter(inbox.get, None)):
-        copies[number] = tensor.clone()
-        outbox.put(int(copies[number].view(torch.uint8).sum(dtype=torch.int64)))
+    for tensor in iter(inbox.get, None):
+        copy = tensor.clone()
         del tensor
+        outbox.put(int(copy.view(torch.uint8).sum(dtype=torch.int64)))
 
 
 def rank_streams(target: Target) -> list[dict[str, Any]]:
@@ -233,8 +232,9 @@ def fault(target: Target, folder: Path, name: str) -> dict[str, Any]:
         old.unlink()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PAIR), "--monitor-interval", "2"]
     command = [sys.executable, *launcher, "benchmarks/gpu_fault.py", target.type, name, str(folder)]
+    limit = 80 if target.device == "cuda" else 300
     with (folder / "output.txt").open("w") as output:
-        status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=80, check=False)
+        status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=limit, check=False)
     end = time.time()
     begin = json.loads((folder / f"{LAST}.json").read_text())["time"] if (folder / f"{LAST}.json").exists() else end
     path = folder / "0.json"
@@ -248,8 +248,7 @@ def fault(target: Target, folder: Path, name: str) -> dict[str, Any]:
 
 def faults(target: Target, result: Result) -> None:
     """Let the last of two ranks raise, be killed, not come, or have no memory left, all at once."""
-    workers = len(FAULTS) if target.device == "cuda" else 1
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(len(FAULTS)) as pool:
         rows = list(pool.map(lambda name: fault(target, result.folder / f"fault-{name}", name), FAULTS))
     texts = {row["fault"]: row.pop("text") for row in rows}
     result.notes += [f"{name}:\n\n```text\n{text}\n```" for name, text in texts.items()]

@@ -81,6 +81,7 @@ def test_the_report_has_what_each_section_found_before_it_failed(command: list[s
         assert reason in text
     assert "**could not run**: a planted reason" in text
     assert "a planted difference" in text
+    assert not next(tmp_path.glob("*/found.log")).read_text(), "the process of a section ends without a word"
     assert text.endswith("Failed: hang, kill, fail, differ.\n")
 
 
