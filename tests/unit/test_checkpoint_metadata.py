@@ -245,6 +245,7 @@ def test_tied_tensors_share_all_of_their_places_in_order(folder: Path, places: d
         ({"size": (2**40,) * 2, "offsets": (), "sizes": ()}, "no memory can hold"),
         ({"size": (2**40, 0, 2**40), "offsets": (), "sizes": ()}, "no memory can hold"),
         ({"size": (0, 2**62, 2), "offsets": (), "sizes": ()}, "no memory can hold"),
+        ({"size": (1,) * 65, "offsets": (0,) * 65, "sizes": (1,) * 65}, "no memory can hold"),
         ({"at": 950}, "ends behind the end of __0_0.distcp"),
         ({"at": 2**61, "length": 2**61}, "ends behind the end"),
         ({"length": 7}, "a chunk of 8 bytes has 7"),
