@@ -81,7 +81,7 @@ OWNED = (
         "self._event, self._current_stream = ",
         "self._owned = None if self._done else self._owned\nself._event, self._current_stream = ",
     ),
-    ("_core/reduce.py", "BucketReduceScatter.add_partial", "scatter.added = partial", "pass"),
+    ("_core/reduce.py", "BucketReduceScatter.add_partial", "buffers.added = partial", "pass"),
     (
         "_core/reduce.py",
         "Exchange.launch",

@@ -184,21 +184,21 @@ class BucketReduceScatter:
             output = torch.empty(layout.output.numel, dtype=sum_dtype, device=self.device)
             # Fill the alignment gap too: an all-reduce over the replicate axis reads it.
             self._flag(output[layout.flags_offset : layout.packed_numel].unsqueeze(0), present)
-            scatter = ReduceScatterBuffers([], output, present, gradient_dtype)
-            scatter.message = self.own.message(self, gradients, scatter)
-            return scatter
+            buffers = ReduceScatterBuffers([], output, present, gradient_dtype)
+            buffers.message = self.own.message(self, gradients, buffers)
+            return buffers
         # Small gradients in one packed message, large ones from where they are.
         message = self._packed_message(gradients, present, reduction, wire_dtype)
         output = self.pgs.scatter.allocate(layout.output.numel, sum_dtype, self.device)
         divisor = reduction.divisor_after(self._shard.size)
-        scatter = ReduceScatterBuffers([], output, present, gradient_dtype, divisor=divisor)
+        buffers = ReduceScatterBuffers([], output, present, gradient_dtype, divisor=divisor)
         for k in layout.zero_copy:
             start, length = layout.output.offsets[k], layout.shards[k].padded_numel
             full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction, wire_dtype)
-            scatter.transfers.append(Transfer(output[start : start + length], full))
+            buffers.transfers.append(Transfer(output[start : start + length], full))
         if message is not None:
-            scatter.transfers.append(Transfer(output[: layout.packed_numel], message))
-        return scatter
+            buffers.transfers.append(Transfer(output[: layout.packed_numel], message))
+        return buffers
 
     def _packed_message(
         self, gradients: list[torch.Tensor | None], present: frozenset[int], reduction: Reduction, dtype: torch.dtype
@@ -247,10 +247,10 @@ class BucketReduceScatter:
         self._pack(gradients, rows)
         self._flag(rows[:, layout.gradient_numel :], present)
 
-    def flags_of(self, scatter: ReduceScatterBuffers) -> torch.Tensor:
-        """Return the flags in the output of ``scatter``, as a view."""
+    def flags_of(self, buffers: ReduceScatterBuffers) -> torch.Tensor:
+        """Return the flags in the output of ``buffers``, as a view."""
         layout = self.plan.reduce
-        return scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
+        return buffers.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
 
     def packed_rows(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
         """Return ``(num_shards, gradient_numel)``, each rank's shards of ``gradients``, and release these.
@@ -293,19 +293,19 @@ class BucketReduceScatter:
             for k in self._all_indices - present:
                 flags[:, k].zero_()
 
-    def add_partial(self, scatter: ReduceScatterBuffers) -> None:
+    def add_partial(self, buffers: ReduceScatterBuffers) -> None:
         """Add the result of earlier partial reductions to one that is reduced over the shard axis."""
         partial, self.partial = self.partial, None
         if partial is not None:
-            scatter.output.add_(partial.output, alpha=partial.divisor / scatter.divisor)
-            scatter.present |= partial.present
-            scatter.added = partial
+            buffers.output.add_(partial.output, alpha=partial.divisor / buffers.divisor)
+            buffers.present |= partial.present
+            buffers.added = partial
 
-    def keep_partial(self, scatter: ReduceScatterBuffers) -> None:
+    def keep_partial(self, buffers: ReduceScatterBuffers) -> None:
         """Keep the sum over the shard axis for a later reduction."""
         # Note: partial sums
-        self.add_partial(scatter)
-        self.partial = replace(scatter, transfers=[], message=None, added=None)
+        self.add_partial(buffers)
+        self.partial = replace(buffers, transfers=[], message=None, added=None)
 
     def partial_shards(self) -> dict[ShardedParameter, torch.Tensor]:
         """Return this rank's shards of the sum of :meth:`keep_partial`, as views of it."""
@@ -329,37 +329,37 @@ class BucketReduceScatter:
                 for k in dropped:
                     self.partial.output[layout.flags_offset + k] = 0
 
-    def call_hook(self, scatter: ReduceScatterBuffers, hook: Callable[[torch.Tensor], None]) -> None:
+    def call_hook(self, buffers: ReduceScatterBuffers, hook: Callable[[torch.Tensor], None]) -> None:
         """Call ``hook`` with this rank's shards of the reduced gradients, in one flat tensor without gaps.
 
         Gradients that no rank of the mesh has are zeros. If the hook makes them nonzero they count as gradients: it may
         add those of ranks outside of the mesh.
         """
-        parts = scatter.output.split_with_sizes(self._widths)
+        parts = buffers.output.split_with_sizes(self._widths)
         pieces = [parts[i] for i in self._pieces]
         begin, end = self._gradient_span
         if end - begin == sum(map(torch.Tensor.numel, pieces)):
-            hook(scatter.output[begin:end])
+            hook(buffers.output[begin:end])
         else:
             flat = torch.cat(pieces)
             hook(flat)
             for piece, result in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(result)
-        if len(scatter.present) < len(pieces):
-            scatter.after_hook = torch.stack([piece.any() for piece in pieces])
+        if len(buffers.present) < len(pieces):
+            buffers.after_hook = torch.stack([piece.any() for piece in pieces])
 
-    def finish(self, scatter: ReduceScatterBuffers, reduction: Reduction) -> ReducedBucket:
+    def finish(self, buffers: ReduceScatterBuffers, reduction: Reduction) -> ReducedBucket:
         """Divide the result, cast it to the dtype of the gradients and copy it to the device of the shards.
 
         The host does not wait: it launches the next operations while this reduction runs.
         """
         # Which parameters get a gradient.
-        present, flags = self._presence(scatter)
+        present, flags = self._presence(buffers)
         if flags is not None and self.pgs.device.has_streams:
             flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
         # Divide, cast, and move to where the shards rest.
-        divide(scatter.output, reduction.post_divide)
-        flat, widths, places = scatter.output.to(scatter.gradient_dtype), self._widths, self._pieces
+        divide(buffers.output, reduction.post_divide)
+        flat, widths, places = buffers.output.to(buffers.gradient_dtype), self._widths, self._pieces
         if flat.device != self.rest:
             flat, (widths, places) = self._on_host(flat), self._split_on_host
         # As strided views, vectors take three times as long. Nothing else uses ``flat`` or its version counter.
@@ -381,20 +381,20 @@ class BucketReduceScatter:
             host[end:].copy_(flat[layout.packed_numel :], non_blocking=True)
         return host
 
-    def _presence(self, scatter: ReduceScatterBuffers) -> tuple[frozenset[int], torch.Tensor | None]:
+    def _presence(self, buffers: ReduceScatterBuffers) -> tuple[frozenset[int], torch.Tensor | None]:
         """Return the parameters that get a gradient in any case, and flags on the device for the others.
 
         These get one if any rank has one, or if the user's hook made theirs nonzero. All get one if ranks may skip
         modules. There are no flags where all get one, or if the message has none.
         """
         layout = self.plan.reduce
-        if self.pgs.reduces_unused or len(scatter.present) == len(self._all_indices):
+        if self.pgs.reduces_unused or len(buffers.present) == len(self._all_indices):
             return self._all_indices, None
-        flags = scatter.after_hook
+        flags = buffers.after_hook
         if layout.num_flags:
-            sent = self.flags_of(scatter).ne(0)
+            sent = self.flags_of(buffers).ne(0)
             flags = sent if flags is None else flags | sent
-        return scatter.present, flags
+        return buffers.present, flags
 
     def _wire_gradient(
         self, gradient: torch.Tensor | None, numel: int, reduction: Reduction, dtype: torch.dtype
@@ -448,11 +448,11 @@ class OwnReduce(Protocol):
         """True if one step depends on values of earlier ones."""
 
     def message(
-        self, bucket: BucketReduceScatter, gradients: list[torch.Tensor | None], scatter: ReduceScatterBuffers
+        self, bucket: BucketReduceScatter, gradients: list[torch.Tensor | None], buffers: ReduceScatterBuffers
     ) -> Message:
-        """Return the message over the shard axis. Reading it writes sums and flags to the output of ``scatter``."""
+        """Return the message over the shard axis. Reading it writes sums and flags to the output of ``buffers``."""
 
-    def all_reduce(self, bucket: BucketReduceScatter, scatter: ReduceScatterBuffers) -> OwnAllReduce | None:
+    def all_reduce(self, bucket: BucketReduceScatter, buffers: ReduceScatterBuffers) -> OwnAllReduce | None:
         """Return the all-reduce of the output over the replicate axis."""
 
 
@@ -496,7 +496,7 @@ class BucketReduction(NamedTuple):
     ``divides_first``.
     """
 
-    scatter: BucketReduceScatter
+    bucket: BucketReduceScatter
     reduction: Reduction
     buffers: ReduceScatterBuffers
     hook: Callable[[torch.Tensor], None] | None = None
@@ -521,66 +521,66 @@ def stages_of(
     """
     both = _HybridReduce(reductions, device, name)
     if partial:
-        return [Stage(streams.reduce, both.scatter, both.keep_partial)]
-    if all(bucket.scatter.pgs.axes.replicate.size == 1 for bucket in reductions):
-        return [Stage(streams.reduce, both.scatter, both.finish_unreplicated)]
-    scatter = Stage(streams.reduce, both.scatter, both.finish_scatter)
-    owns = [bucket.scatter.own for bucket in reductions]
+        return [Stage(streams.reduce, both.reduce_scatter, both.keep_partial)]
+    if all(each.bucket.pgs.axes.replicate.size == 1 for each in reductions):
+        return [Stage(streams.reduce, both.reduce_scatter, both.finish_unreplicated)]
+    first = Stage(streams.reduce, both.reduce_scatter, both.finish_exchanges)
+    owns = [each.bucket.own for each in reductions]
     if not any(own is not None and own.all_reduce_bytes is not None for own in owns):
-        return [scatter, Stage(streams.replicate, both.all_reduce, both.finish)]
+        return [first, Stage(streams.replicate, both.all_reduce, both.finish)]
     all_reduce = Stage(streams.replicate, both.all_reduce, both.finish_own_sums)
-    return [scatter, all_reduce, Stage(streams.replicate, both.gather_own_sums, both.finish)]
+    return [first, all_reduce, Stage(streams.replicate, both.gather_own_sums, both.finish)]
 
 
 class _HybridReduce:
     """The collectives of a reduction and the work after each of them.
 
-    In this order: ``scatter``, then ``all_reduce`` if there is a replicate axis, then ``gather_own_sums`` if a bucket
-    has an all-reduce of its own. After each, one of the methods that use its result.
+    In this order: ``reduce_scatter``, then ``all_reduce`` if there is a replicate axis, then ``gather_own_sums`` if a
+    bucket has an all-reduce of its own. After each, one of the methods that use its result.
     """
 
     def __init__(self, reductions: Sequence[BucketReduction], device: torch.device, name: str) -> None:
         self._reductions = reductions
         self._name = name
         self._device = device
-        messages = [(r.scatter.pgs.exchange, r.buffers.message) for r in reductions if r.buffers.message is not None]
+        messages = [(r.bucket.pgs.exchange, r.buffers.message) for r in reductions if r.buffers.message is not None]
         self._exchanges = _exchanges(messages, device) if messages else []
         self._own_sums: list[Exchange] = []
         self._own_all_reduces: list[tuple[Communicator, OwnAllReduce]] = []
 
-    def scatter(self) -> Work:
+    def reduce_scatter(self) -> Work:
         label = f"reduce-scatter of {self._name}"
         works: list[Work] = []
         # One collective for each communicator and operation, usually one in all.
-        keys = [(bucket.scatter.pgs.scatter, bucket.reduction.op) for bucket in self._reductions]
+        keys = [(each.bucket.pgs.scatter, each.reduction.op) for each in self._reductions]
         for (communicator, op), reductions in group_by_key(keys, self._reductions):
-            transfers = [transfer for bucket in reductions for transfer in bucket.buffers.transfers]
+            transfers = [transfer for each in reductions for transfer in each.buffers.transfers]
             if transfers:
                 works.append(communicator.launch(Collective.REDUCE_SCATTER, transfers, label, op))
         works += [exchange.launch(label) for exchange in self._exchanges]
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 
-    def finish_scatter(self) -> None:
+    def finish_exchanges(self) -> None:
         for exchange in self._exchanges:
             exchange.finish()
 
     def keep_partial(self) -> list[ReducedBucket]:
-        self.finish_scatter()
-        for bucket in self._reductions:
-            bucket.scatter.keep_partial(bucket.buffers)
+        self.finish_exchanges()
+        for bucket, _, buffers, *_ in self._reductions:
+            bucket.keep_partial(buffers)
         return []
 
     def all_reduce(self) -> Work:
         works: list[Work] = []
         label = f"all-reduce of {self._name}"
-        for scatter, reduction, buffers, *_ in self._reductions:
-            scatter.add_partial(buffers)
-            own = None if scatter.own is None else scatter.own.all_reduce(scatter, buffers)
+        for bucket, reduction, buffers, *_ in self._reductions:
+            bucket.add_partial(buffers)
+            own = None if bucket.own is None else bucket.own.all_reduce(bucket, buffers)
             if own is None:
                 transfers = [Transfer(buffers.output, buffers.output)]
-                works.append(scatter.pgs.replicate.launch(Collective.ALL_REDUCE, transfers, label, reduction.op))
+                works.append(bucket.pgs.replicate.launch(Collective.ALL_REDUCE, transfers, label, reduction.op))
             else:
-                self._own_all_reduces.append((scatter.pgs.replicate, own))
+                self._own_all_reduces.append((bucket.pgs.replicate, own))
         self._own_sums = _exchanges([(c, each.message) for c, each in self._own_all_reduces], self._device)
         return WorkList((*works, *(exchange.launch(label) for exchange in self._own_sums)))
 
@@ -595,22 +595,22 @@ class _HybridReduce:
         return WorkList(tuple(c.launch(Collective.ALL_GATHER, of_one, label) for c, of_one in transfers))
 
     def finish_unreplicated(self) -> list[ReducedBucket]:
-        self.finish_scatter()
-        for bucket in self._reductions:
-            bucket.scatter.add_partial(bucket.buffers)
+        self.finish_exchanges()
+        for bucket, _, buffers, *_ in self._reductions:
+            bucket.add_partial(buffers)
         return self.finish()
 
     def finish(self) -> list[ReducedBucket]:
         for _, own in self._own_all_reduces:
             own.finish()
         reduced = []
-        for scatter, reduction, buffers, hook, divides_first in self._reductions:
+        for bucket, reduction, buffers, hook, divides_first in self._reductions:
             if hook is not None:
                 if divides_first:
                     divide(buffers.output, reduction.post_divide)
                     reduction = replace(reduction, post_divide=1.0)
-                scatter.call_hook(buffers, hook)
-            reduced.append(scatter.finish(buffers, reduction))
+                bucket.call_hook(buffers, hook)
+            reduced.append(bucket.finish(buffers, reduction))
         return reduced
 
 

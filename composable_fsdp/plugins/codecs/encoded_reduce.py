@@ -141,24 +141,24 @@ class EncodedReduce:
         return any(encoder.remembers for encoder in self.encoders.values())
 
     def message(
-        self, bucket: BucketReduceScatter, gradients: list[torch.Tensor | None], scatter: ReduceScatterBuffers
+        self, bucket: BucketReduceScatter, gradients: list[torch.Tensor | None], buffers: ReduceScatterBuffers
     ) -> CodecMessage:
         take_rows = partial(bucket.packed_rows, gradients)
-        return CodecMessage(self.encoders["shard"], take_rows, *self._values(bucket, scatter))
+        return CodecMessage(self.encoders["shard"], take_rows, *self._values(bucket, buffers))
 
-    def all_reduce(self, bucket: BucketReduceScatter, scatter: ReduceScatterBuffers) -> EncodedAllReduce | None:
+    def all_reduce(self, bucket: BucketReduceScatter, buffers: ReduceScatterBuffers) -> EncodedAllReduce | None:
         if "pieces" not in self.encoders:
             return None
-        return EncodedAllReduce(self.encoders, *self._values(bucket, scatter))
+        return EncodedAllReduce(self.encoders, *self._values(bucket, buffers))
 
     def _values(
-        self, bucket: BucketReduceScatter, scatter: ReduceScatterBuffers
+        self, bucket: BucketReduceScatter, buffers: ReduceScatterBuffers
     ) -> tuple[torch.Tensor, torch.Tensor, Absent]:
-        """Return the values and flags in the output of ``scatter``, and a function that returns the absent values."""
+        """Return the values and flags in the output of ``buffers``, and a function that returns the absent values."""
         if self._version_before is None and self.remembers:
             self._version_before = self._version
-        flags = bucket.flags_of(scatter)
-        return scatter.output[: self._layout.gradient_numel], flags, partial(self._absent, scatter.present, flags)
+        flags = bucket.flags_of(buffers)
+        return buffers.output[: self._layout.gradient_numel], flags, partial(self._absent, buffers.present, flags)
 
     def _absent(self, present: frozenset[int], flags: torch.Tensor) -> torch.Tensor | None:
         """Return which values of a row have a zero in ``flags``; ``None`` if no gradient will be dropped for that.
