@@ -197,7 +197,8 @@ class Progress:
 
         If other states are nested inside, this holds only after backward has been through all other states.
         """
-        if not state.frees_with_last_gradient:
+        plan = state.group.plan
+        if state.user_states or plan.num_trainable < len(plan.specs):
             return False
         # A nested state may come later, and use parameters of the group around it.
         others = (other for other in self._states if other is not state and other.group.plan.specs)
@@ -313,7 +314,7 @@ class ReductionQueue:
 
     def _find_fusion(self, state: FSDPState) -> Sequence[FSDPState]:
         """Return and note the states whose reductions are fused with those of ``state`` in this backward."""
-        members = self._plans.fusion_of(state)
+        members = [self._plans.states[name] for name in self._plans.fused.get(state.group.name, ())]
         fusion = [
             member
             for member in members

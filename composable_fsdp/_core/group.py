@@ -710,11 +710,6 @@ class ParamGroup:
         self._num_ready += self._ahead
         return False
 
-    @property
-    def sums_are_in_flight(self) -> bool:
-        """True if the last reduction is one over the shard axis only, and not complete."""
-        return self.partial is not None and self.gradient_state is GradientState.REDUCING
-
     def contribute(self) -> None:
         """Take part in the next reduction even without gradients, since other ranks may have some."""
         if self.plan.num_trainable and self.gradient_state is not GradientState.ARRIVING:

@@ -53,6 +53,7 @@ from composable_fsdp.policies import ReshardKind
 # Up to Python 3.11, a member takes as long as a call to look up on its enum.
 IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
 _SUM_UNSHARDED, _SHARDED = Accumulation.UNSHARDED, ParameterState.SHARDED
+_UNSHARDING, _REDUCING = ParameterState.UNSHARDING, GradientState.REDUCING
 _ARRIVING, _LOCAL, _PARTIAL = GradientState.ARRIVING, GradientState.LOCAL, GradientState.PARTIAL
 _PRE_FORWARD, _POST_FORWARD, _PRE_BACKWARD = Hook.PRE_FORWARD, Hook.POST_FORWARD, Hook.PRE_BACKWARD
 _GRAD_READY, _POST_BACKWARD = Hook.GRAD_READY, Hook.POST_BACKWARD
@@ -232,23 +233,25 @@ class Root:
             del forwards[next(iter(forwards))]
         for observe in self.observers.begin_forward:
             observe(self, call.state)
-        # Groups that stayed unsharded are used if they are fresh.
+        # Groups that stayed unsharded are used if they are fresh, and asked again in the next forward.
         for other in self.states.values():
-            if other.kept is not None:
-                self.plans.drop_stale(other)
+            if other.kept is not None and self.plans.is_stale(other):
+                self.launcher.free(other.group)
+                other.kept = None
         self.plans.begin_forward(leads_to_backward=self._grad_mode)
 
     @_hook(Hook.END_FORWARD)
     def _end_forward(self, _: FSDPState) -> None:
         for observe in self.observers.end_forward:
             observe(self)
-        # End runs of which some modules did not come.
+        # End runs of which some modules did not come, and free what was gathered ahead for runs that did not come.
         for other in self.states.values():
-            if other.run is not None:  # some modules of the group did not run
+            if other.run is not None:
                 other.run = None
                 self.free_after_forward(other, None, has_grad=self.leads_to_backward())
+            if other.group.parameter_state is _UNSHARDING:
+                self.launcher.free(other.group)
         self.plans.end_forward()
-        self.plans.free_unused()
         succeeded = False
         try:
             for observe in self.observers.before_end:
@@ -360,7 +363,7 @@ class Root:
     def _end_backward_of(self, state: FSDPState) -> None:
         """Reduce or hold what is left of ``state``'s gradients, and free or keep its parameters."""
         state.open_calls, group = 0, state.group
-        if group.sums_are_in_flight and not state.keeps_partial:
+        if group.partial is not None and group.gradient_state is _REDUCING and not state.keeps_partial:
             self.drain()  # this backward did not use the group, which holds the sums only then
         # Gradients that no hook completed.
         if group.gradient_state in HELD_GRADIENTS:

@@ -247,7 +247,7 @@ class Planner:
     """
 
     def __init__(self, root: FSDPState, states: Mapping[str, FSDPState], launcher: Launcher) -> None:
-        self._root, self._states, self.launcher = root, states, launcher
+        self._root, self.states, self.launcher = root, states, launcher
         self.steps = OptimizerSteps()
         self.seen_steps = 0
         self.record = self.known = ForwardRecord()
@@ -329,7 +329,7 @@ class Planner:
     ) -> tuple[Sequence[ParamGroup], str]:
         """Return the groups of one gather, by default those called ``names``, and its label. Note that it gathers."""
         if groups is None:
-            groups = [self._states[name].group for name in names]
+            groups = [self.states[name].group for name in names]
         if not self.runs_on_all_ranks:
             if all(group.can_skip_unshard for group in groups):
                 return (), ""
@@ -345,7 +345,7 @@ class Planner:
         if self._root.options.reduced_by_observer:  # ranks hold different groups at this point
             return False
         held = {
-            name: each.group.plan.unsharded_bytes for name, each in self._states.items() if each.group.unshard_started
+            name: each.group.plan.unsharded_bytes for name, each in self.states.items() if each.group.unshard_started
         }
         return sum((held | {name: self.inputs.facts[name].nbytes for name in names}).values()) <= limit
 
@@ -353,13 +353,6 @@ class Planner:
         """Return whether ``state`` is ``kept`` after forward, and there is memory for all that stay with it."""
         names = kept.get(state.group.name)
         return names is not None and self.fits(names)
-
-    def free_unused(self) -> None:
-        """Free what was gathered ahead for runs that did not come."""
-        unsharding = ParameterState.UNSHARDING
-        for state in self._states.values():
-            if state.group.parameter_state is unsharding:
-                self.launcher.free(state.group)
 
     def is_stale(self, state: FSDPState) -> bool:
         """Return whether the shards of ``state``, or requires_grad, may have changed since it was kept unsharded."""
@@ -371,21 +364,12 @@ class Planner:
             return True  # its shards are shown: a write through their .data, which torch does not count, may have come
         return has_stepped or kept.version != state.group.version or state.group.was_flipped
 
-    def drop_stale(self, state: FSDPState) -> None:
-        """Free ``state``, which stayed unsharded, if it is stale.
-
-        A fresh one is checked again: a forward may skip it, and an optimizer step may come before the next forward.
-        """
-        if self.is_stale(state):
-            self.launcher.free(state.group)
-            state.kept = None
-
     # -- reductions
 
     @property
     def max_reductions(self) -> int | None:
         """The number of reductions in flight, or ``None`` to limit their bytes instead."""
-        limits = [each for state in self._states.values() if (each := state.options.reductions_in_flight)]
+        limits = [each for state in self.states.values() if (each := state.options.reductions_in_flight)]
         if limits:
             return max(limits)
         return None if self.launcher.has_streams else 1
@@ -394,10 +378,6 @@ class Planner:
     def fused_for(self) -> tuple[Fusions, PlanInputs]:
         """The fusions, and what they were made from."""
         return self.fused, self.inputs
-
-    def fusion_of(self, state: FSDPState) -> tuple[FSDPState, ...]:
-        """Return the states whose collectives are fused with those of ``state``, itself included."""
-        return tuple(self._states[name] for name in self.fused.get(state.group.name, ()))
 
     # -- plans
 
@@ -432,7 +412,7 @@ class Planner:
         if self.is_current:
             return self.inputs
         # An option or a group has changed: read all of them.
-        states, options = self._states, self._root.options
+        states, options = self.states, self._root.options
         sources = tuple((state, state.options, state.group.plan, state.is_shared) for state in states.values())
         names = {state: name for name, state in states.items()}
         fused_bytes = DEFAULT_FUSED_BYTES if options.max_fused_bytes is None else options.max_fused_bytes

@@ -448,12 +448,6 @@ class FSDPState:
             return False
         return not self.group.plan.is_custom
 
-    @property
-    def frees_with_last_gradient(self) -> bool:
-        """True if the modules' backward needs no parameter once all gradients are ready."""
-        plan = self.group.plan
-        return not self.user_states and plan.num_trainable == len(plan.specs)
-
 
 class ModuleReference:
     """A weak reference to the module that owns the holder. A deep copy refers to the copied module."""
