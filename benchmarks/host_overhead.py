@@ -34,9 +34,10 @@ GROUPS = 12
 WORLD = 4
 
 PARTS = {
+    "begin_call": "before forward",
     "pre_forward": "before forward",
-    "forward": "direct call?",
-    "post_forward": "after forward",
+    "take_inputs": "before forward",
+    "finish_call": "after forward",
     "on_output_gradient": "before backward",
     "hook": "gradients",
     "on_last_input_gradient": "after backward",
