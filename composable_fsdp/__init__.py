@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.codecs.communication_state import CommunicationState
     from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
     from composable_fsdp.plugins.weight_stream.changed_params import stream_changed_params
-    from composable_fsdp.plugins.weight_stream.stream import copy_params, stream_full_params
+    from composable_fsdp.plugins.weight_stream.copies import copy_params
+    from composable_fsdp.plugins.weight_stream.stream import stream_full_params
     from composable_fsdp.policies import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -138,7 +139,8 @@ _ON_FIRST_USE = FirstUse(
         "plugins.codecs.communication_state": "CommunicationState",
         "plugins.full_params": "apply_to_full_params unsharded_params",
         "plugins.weight_stream.changed_params": "stream_changed_params",
-        "plugins.weight_stream.stream": "copy_params stream_full_params",
+        "plugins.weight_stream.copies": "copy_params",
+        "plugins.weight_stream.stream": "stream_full_params",
         "policies": "CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy OffloadPolicy cpu_offload_by_budget",
         "wrap.tied_weights": "tie_groups",
     },

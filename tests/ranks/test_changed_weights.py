@@ -25,7 +25,7 @@ from composable_fsdp import (
     stream_full_params,
 )
 from composable_fsdp.errors import ConfigurationError, DivergenceError, FlushError
-from composable_fsdp.plugins.weight_stream import Flush, JoinPart, Position, SentParams, apply_changes
+from composable_fsdp.plugins.weight_stream import Flush, FlushHeader, JoinPart, Position, SentParams, apply_changes
 from tests._internals import _ChangedParams
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.experts import MIXTURE, place_experts
@@ -33,6 +33,7 @@ from tests.helpers.model_parallel import named_mesh
 from tests.helpers.models import Chain, UnevenMLP, seeded, shard_layers
 from tests.helpers.peak_memory import peak_of
 from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.sharding import full_value
 from tests.helpers.transports import SOCKETS
 from tests.simulation import BACKEND, simulated_accelerator
 
@@ -441,15 +442,53 @@ def follow_odd_models() -> None:
         model = Odd(shapes)
         model.load_state_dict(reference.state_dict())
         place(model, layout, mesh)
+        copied = place(Odd(shapes), LAYOUTS[LAYOUTS.index(layout) - 1], mesh)
         receiver = Receiver(model, **options)
         for density in (1.0, *densities):
             flip(list(reference.parameters()), density, generator)
             copy_params(reference, model)
+            copy_params(model, copied, changed=True, bucket_bytes=options["bucket_bytes"])
+            for name, value in copied.named_parameters():
+                assert torch.equal(bits(full_value(value)), bits(reference.get_parameter(name))), name
             flushes = receiver.update()
             if density == 0:
                 assert not any(patch.values.numel() for flush in flushes for patch in flush.patches())
 
     check()
+
+
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_a_copy_of_changes_sends_everything_after_the_target_or_the_source_was_another() -> None:
+    mesh, sent = init_device_mesh("cpu", (2,)), list[bool]()
+    source, other = (shard_layers(seeded(Chain)(), fully_shard, mesh=mesh) for _ in range(2))
+    target = seeded(Chain)()
+
+    def copied(model: nn.Module) -> bool:
+        """Copy changes, and return whether everything was sent."""
+        sent.clear()
+        make = Flush.of
+
+        def noted(header: FlushHeader, *tensors: Any) -> Flush:
+            sent.append(header.is_whole)
+            return make(header, *tensors)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Flush, "of", staticmethod(noted))
+            copy_params(model, target, changed=True)
+        for name, value in model.named_parameters():
+            assert torch.equal(full_value(value), target.get_parameter(name).detach()), name
+        return all(sent)
+
+    assert copied(source)
+    change(source)
+    assert not copied(source)
+    with torch.no_grad():
+        target.get_parameter("layers.0.weight").zero_()
+    assert copied(source)
+    assert not copied(source)
+    change(other)
+    assert copied(other)
 
 
 @pytest.mark.behaviour("C-14")

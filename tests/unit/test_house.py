@@ -25,7 +25,7 @@ from tests.helpers.house import (
 HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
-    ".": 668,
+    ".": 669,
     "_api": 986,
     "_consistency": 1035,
     "_core": 5689,
@@ -37,13 +37,13 @@ MOST_CODE = {
     "interop": 54,
     "optim": 1471,
     "plan": 1035,
-    "plugins": 5591,
+    "plugins": 5639,
     "testing": 235,
     "wrap": 253,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22544
+MOST_CODE_OF_ALL = 22593
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -1,4 +1,4 @@
-"""Streams of the full parameters of a model, and copies between models.
+"""Streams of the full parameters of a model.
 
 Each bucket is one all-gather for each axis that its parameters are sharded over: one for plain and hybrid sharding, two
 with tensor parallelism. The next buckets are gathered while the consumer works.
@@ -26,18 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 
 from composable_fsdp._core.memory import CommStream, InFlight, device_capabilities
-from composable_fsdp._core.params import is_wrapper, local_part
-from composable_fsdp._extents import assemble_full, extent_of, plain_name
-from composable_fsdp.errors import ConfigurationError, DivergenceError, ParameterError, PeerError
+from composable_fsdp._core.params import is_wrapper
+from composable_fsdp._extents import assemble_full
+from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather, BucketPlan, plan_buckets
 from composable_fsdp.plugins.weight_stream.model_sources import ModelSources, prepare
 from composable_fsdp.plugins.weight_stream.packed_layout import HEADER_NUMBERS, MessageLayout, PackedLayout, placed
 from composable_fsdp.plugins.weight_stream.weight_names import KeyMap, Named, PackedTensor, Unit, units_of
 
-__all__ = ["WeightBucket", "WeightStream", "copy_params", "stream_full_params"]
+__all__ = ["WeightBucket", "WeightStream", "stream_full_params"]
 
 BUCKET_BYTES = 512 << 20
 
@@ -480,85 +479,3 @@ def _rebuilt_by_name(
     name: str, wrapper: _Wrapper | None, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     return {name: _rebuilt(name, wrapper, tensors)}
-
-
-# -- copies between models
-
-
-@torch.no_grad()
-def copy_params(source: nn.Module, target: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Copy the values of all parameters of ``source`` to those of the same names in ``target``, in place.
-
-    The models may be sharded over different meshes, on different dims, or not at all, and have other dtypes and
-    devices; each rank must have a part of both. Parameters that are placed alike are copied without communication. All
-    others are streamed bucket by bucket, which takes the memory of two buckets. All ranks must call it together.
-    Buffers are not copied.
-
-    Args:
-        source: the module with the values.
-        target: the module to write to.
-        bucket_bytes: as for :func:`stream_full_params`.
-
-    Raises:
-        ParameterError: the models do not have the same names and shapes. Nothing is copied then.
-        LifecycleError: during a forward or backward of one of them.
-    """
-    own, others = (prepare(model, "copy_params") for model in (source, target))
-    values, places = _by_name(source), _by_name(target)
-    problems = [f"{name} is only in the {'source' if name in values else 'target'}" for name in values.keys() ^ places]
-    problems += [
-        f"{name} is of shape {tuple(values[name].shape)} in the source and {tuple(places[name].shape)} in the target"
-        for name in values.keys() & places
-        if values[name].shape != places[name].shape
-    ]
-    first: dict[int, str] = {}
-    for name, place in places.items():
-        known = first.setdefault(id(place), name)
-        if name in values and known in values and values[name] is not values[known]:
-            problems.append(f"{known} and {name} are one parameter in the target and two in the source")
-    problems += [
-        f"{name} of the {where} is on the meta device"
-        for where, found in (("source", values), ("target", places))
-        for name, tensor in found.items()
-        if tensor.is_meta
-    ]
-    if problems:
-        raise ParameterError(f"copy_params needs models with the same parameters: {'; '.join(sorted(problems))}.")
-    done = set[int]()
-    wanted: dict[str, torch.Tensor] = {}
-    for name, place in places.items():
-        if id(place) in done:
-            continue
-        done.add(id(place))
-        value = values[name]
-        if _is_placed_alike(value, place, own, others):
-            local_part(place).copy_(local_part(value).detach())
-        else:
-            wanted[name] = place
-    if not wanted:
-        return
-    mapping = {name: name if name in wanted else None for name in values}
-    with stream_full_params(source, bucket_bytes, key_map=mapping) as stream:
-        for bucket in stream:
-            for name, full in bucket.items():
-                for each in (name, *(alias for alias, first in bucket.aliases.items() if first == name)):
-                    place = wanted[each]
-                    owner = others.get(id(place))
-                    extent = extent_of(place, None if owner is None else owner.sharding)
-                    local_part(place).copy_(extent.take(full))
-
-
-def _by_name(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {plain_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
-
-
-def _is_placed_alike(
-    value: torch.Tensor, place: torch.Tensor, own: Mapping[int, Any], others: Mapping[int, Any]
-) -> bool:
-    """Return whether each rank has the same part of both. All ranks get the same answer."""
-    if not isinstance(value, DTensor) or not isinstance(place, DTensor):
-        return not isinstance(value, DTensor) and not isinstance(place, DTensor)
-    if value.device_mesh != place.device_mesh or value.placements != place.placements:
-        return False
-    one, other = own.get(id(value)), others.get(id(place))  # who sharded them decides how uneven parts are cut
-    return (one and one.sharding.inner is None) == (other and other.sharding.inner is None)
