@@ -67,6 +67,19 @@ def test_strangers_do_not_keep_ranks_from_each_other(listeners: list[Listener], 
         connection.close()
 
 
+def test_a_peer_that_connects_again_keeps_its_first_connection(listeners: list[Listener]) -> None:
+    infos = [info for _, info in listeners]
+    first, again, other = (stranger(infos[0].address, infos[0].secret + bytes([peer, 0, 0, 0])) for peer in (1, 1, 2))
+    sockets: dict[int, socket.socket] = {}
+    meet_peers(listeners[0][0], infos, 0, sockets)
+    first.send(b"first")
+    assert sockets[1].recv(9) == b"first"
+    with suppress(ConnectionResetError):
+        assert again.recv(9) == b""
+    for connection in (first, again, other, *sockets.values()):
+        connection.close()
+
+
 def test_a_peer_that_does_not_come_is_named(listeners: list[Listener], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "_MOST_SECONDS", 0.2)
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of the group did not connect"):
