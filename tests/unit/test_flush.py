@@ -361,6 +361,12 @@ def test_arguments_and_parameters_that_make_no_sense() -> None:
         stream_changed_params(model_of(["pair"], 0), SentParams())
 
 
+def test_a_model_without_parameters_has_no_flushes() -> None:
+    sent = SentParams()
+    for _ in range(3):
+        assert list(stream_changed_params(nn.Linear(2, 2), sent, key_map=lambda name: None)) == []
+
+
 def test_flushes_are_empty_once_the_next_one_is_asked_for() -> None:
     sender, kept, copies = Sender(), [], []
     for flush in stream_changed_params(sender.model, sender.sent, 70):

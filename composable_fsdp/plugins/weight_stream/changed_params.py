@@ -92,8 +92,8 @@ def stream_changed_params(
     stream that did not end on all ranks, after :meth:`SentParams.forget` on any rank, and after a change of the model's
     parameters or of an argument. Each flush is one all-gather for each mesh axis; on replicas each value is sent once.
     All ranks must call this together and iterate equally far, as for :func:`stream_full_params`, which says what
-    happens if they do not, and what ``bucket_bytes``, ``dtype``, ``key_map``, ``device`` and ``rank0_only`` are. Here
-    ``key_map`` is compared by its results.
+    happens if they do not, and what ``bucket_bytes``, ``dtype``, ``key_map``, ``device`` and ``rank0_only`` are. One
+    ``key_map`` must always give the same results; another one with the same results changes nothing.
 
     Values are compared by their bits, after the cast. Memory is that of two buckets, and of ``since``. Tensors of a
     flush are valid until the next one is asked for.
@@ -317,7 +317,7 @@ class _ChangedParams:
         """Return the begin of a new stream if this rank needs one, and the lengths of the first bucket."""
         if self._is_whole:
             return max(time.time_ns(), self._sent._stream + 1), *(0,) * _NUM_LENGTHS
-        return 0, *self._find(0)
+        return 0, *(self._find(0) if self._buckets else (0,) * _NUM_LENGTHS)
 
     def agreed(self, numbers: Sequence[int]) -> None:
         stream, *self._lengths = numbers
