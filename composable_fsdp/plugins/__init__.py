@@ -24,7 +24,7 @@ Plugin                  Does                                             On by d
 ``optimizer_checks``    refuses steps that would change nothing          all devices
 ``model_check``         compares the models and values of ranks          all devices
 ``writes``              refuses or keeps writes to parameters            all devices
-``dynamo``              keeps torch.compile out of hooks                 all devices
+``dynamo``              calls hooks directly, keeps Dynamo out of them   all devices
 ``torch_views``         shows states to clients of torch's own FSDP2     all devices
 ``encoded_reduce``      sends gradients encoded, by their codecs         all devices
 ``residuals``           commits and restores those of error feedback     all devices
@@ -47,7 +47,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -221,3 +221,9 @@ LEFT_CONTEXTS.extend(DEFAULT_LEFT_CONTEXTS)
 CLASS_MEMBERS.extend(DEFAULT_CLASS_MEMBERS)
 HOOK_WRAPPERS.extend(DEFAULT_HOOK_WRAPPERS)
 OBSERVERS.extend(plugin() for plugin in DEFAULT)
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name == "PASSES":  # an AttributeError would lose its text in ``from ... import``
+        raise ImportError("plugins.PASSES is now plugins.PLAN_CHANGES.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -234,3 +234,15 @@ def test_what_costs_chose_is_gone_and_says_what_to_set() -> None:
         with pytest.raises(MissingNameError, match=f"^{name} of a schedule is gone: .* Keep what you set"):
             getattr(model.schedule(), name)
     assert not hasattr(model.schedule(), "others")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "text"),
+    [
+        ("plugins", "PASSES", r"^plugins\.PASSES is now plugins\.PLAN_CHANGES"),
+        ("wrap", "balanced", r"^wrap\.balanced is"),
+    ],
+)
+def test_an_import_of_a_former_name_of_a_module_says_what_to_use(module: str, name: str, text: str) -> None:
+    with pytest.raises(ImportError, match=text):
+        exec(f"from composable_fsdp.{module} import {name}")
