@@ -190,7 +190,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         setup = {"ranks": dist.get_world_size()}
         publish("streams of full weights", setup, COLUMNS, table, arguments.out)
-        publish("streams of changed weights", setup, CHANGED_COLUMNS, changes, arguments.out)
+        out = arguments.out and arguments.out.with_stem(f"{arguments.out.stem}-changed")
+        publish("streams of changed weights", setup, CHANGED_COLUMNS, changes, out)
     dist.barrier()
     dist.destroy_process_group()
 
