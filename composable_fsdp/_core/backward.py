@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils.checkpoint import _StopRecomputationError
 
-from composable_fsdp._core.events import LOCAL_GRADIENTS, EndOfRun, ParameterState, RunningPass
+from composable_fsdp._core.events import HELD_GRADIENTS, LOCAL_GRADIENTS, EndOfRun, ParameterState, RunningPass
 from composable_fsdp._core.group import AutogradTask
 from composable_fsdp._core.launch import FusedBuckets, GroupReduction, reduce_together
 from composable_fsdp._core.schedule import Planner
@@ -106,6 +107,22 @@ _SLACK_DIVISOR = 8
 # could run its backward later, and use parameters of the group around it.
 
 
+def _may_hold(state: FSDPState) -> bool:
+    """Return whether ``state`` may hold gradients of several backwards."""
+    return state.group.were_summed or state.options.accumulation is _SUM_UNSHARDED
+
+
+def _leaves_of(nodes: Iterable[Node | None]) -> Iterable[object]:
+    """Return the tensors whose gradients the graphs below ``nodes`` accumulate, and None for all other nodes."""
+    found, left = set[Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [following for following, _ in node.next_functions]
+    return (getattr(node, "variable", None) for node in found)
+
+
 class Progress:
     """The current or last backward of one root, and the forwards that may get one.
 
@@ -113,7 +130,7 @@ class Progress:
         number: the number of this backward; between backwards, of the next one. Calls store it when backward reaches
             them, and while they are open.
         reached: the states that this backward, or the last one, reached through an output with a hook. Between
-            backwards without gradient synchronization, only those that have gradients, or may get some.
+            backwards, of states that may hold gradients of several ones, only those whose parameters the forward used.
         is_in_forward: this backward is inside of a forward.
         is_in_context: its last pre-backward was in a context of the caller.
         task: autograd's task, inside which reentrant checkpoints begin others.
@@ -131,6 +148,8 @@ class Progress:
         self._reached_forwards: set[ForwardRecord] = set()
         self._unseen_exits: list[ForwardCall] = []
         """Calls whose input gradients were complete before a hook saw any output gradient."""
+        self._entered_at: dict[FSDPState, list[Node | None]] = {}
+        """The nodes of the outputs at which this backward entered states that may hold gradients of several ones."""
         for state in states:
             state.group.task = task
 
@@ -155,6 +174,9 @@ class Progress:
         self.reached.add(call.state)
         if call.state.owner_states:
             self.reached.update(call.state.owner_states)
+        if _may_hold(call.state):
+            for state in (call.state, *call.state.owner_states):
+                self._entered_at.setdefault(state, []).append(torch._C._current_autograd_node())
 
     def leave(self, call: ForwardCall) -> None:
         """Note that the gradients of ``call``'s inputs are complete."""
@@ -180,9 +202,21 @@ class Progress:
             self.forwards.pop(record, None)
         self.forget()
 
+    def leave_out_unused(self) -> None:
+        """Take those states out of ``reached`` that this backward passed without using a parameter of theirs.
+
+        Of the others without gradients, a backward that was asked for gradients of inputs alone has lost them.
+        """
+        for state, nodes in self._entered_at.items():
+            if _may_hold(state) and state.group.gradient_state not in HELD_GRADIENTS:
+                leaves = {id(parameter.unsharded) for parameter in state.group.parameters if parameter.trainable}
+                if leaves.isdisjoint(map(id, _leaves_of(nodes))):
+                    self.reached.discard(state)
+
     def forget(self) -> None:
         """Forget the backward, which is over or failed. What follows belongs to the next one."""
         self.number += 1
+        self._entered_at.clear()
         self._unseen_exits.clear()
         self._reached_forwards.clear()
         self.task.number = -1

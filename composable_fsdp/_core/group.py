@@ -715,12 +715,6 @@ class ParamGroup:
         if self.plan.num_trainable and self.gradient_state is not GradientState.ARRIVING:
             self._advance_gradients(GradientOperation.READY)
 
-    @property
-    def has_gradients_to_come(self) -> bool:
-        """True if this rank holds gradients, or an autograd graph, which refers to its leaves, has a parameter."""
-        leaves: list[Any] = [p.unsharded for p in self.parameters if p.trainable]
-        return self.gradient_state in HELD_GRADIENTS or any(leaf._use_count() > 1 for leaf in leaves)
-
     def notice_gradients(self) -> None:
         """Take part in the next reduction if a gradient was set without autograd's accumulation.
 

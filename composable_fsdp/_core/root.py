@@ -346,6 +346,7 @@ class Root:
         for observe in self.observers.end_backward:
             observe(self)
         # Nothing may come after this.
+        self.progress.leave_out_unused()
         self.progress.end()
         self.queue.waiting.clear()
         for state in self.states.values():
@@ -370,8 +371,6 @@ class Root:
             self.reduce_gradients(state, at_end=True)
         if state.options.accumulation is _SUM_UNSHARDED:
             group.were_summed = True
-            if not group.has_gradients_to_come:
-                self.progress.reached.discard(state)  # backward passed by parameters that the forward did not use
         if group.parameter_state is _SHARDED:
             return
         if state.options.reshard_after_backward:

@@ -623,6 +623,30 @@ def pass_by(*, finalizes: bool, reshards: bool, retain: bool) -> None:
         loss = torch.zeros(())
 
 
+class Dropping(Passing):
+    """Passes its input on, and keeps what its layer returns, whose graph refers to the weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.layer(x)
+        return x * self.scale
+
+
+def drop_a_result(*, finalizes: bool, is_last_reduced: bool) -> None:
+    """Go through a group whose forward does not use what its trainable parameters gave. None may warn."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), Dropping(), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.set_manual_backward_finalization(finalizes)
+    for is_reduced in (False, is_last_reduced):
+        model.set_requires_gradient_sync(is_reduced)
+        model(torch.ones(1, 4)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward() if finalizes else model.synchronize_gradients()
+    assert model[1].layer.weight.grad is None
+    assert (full(model[2].bias.grad) == 2).all()
+
+
 def lose_weights() -> list[str]:
     """Ask for the gradients of an input alone, as schedules do that then find no weights."""
     model: Any = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(Passing())))
@@ -824,6 +848,11 @@ def test_a_finalization_at_the_wrong_time_is_an_error() -> None:
 def test_groups_whose_parameters_no_forward_uses_do_not_warn() -> None:
     for finalizes, reshards, retain in itertools.product((False, True), repeat=3):
         run_ranks(pass_by, 2, finalizes=finalizes, reshards=reshards, retain=retain)
+
+
+def test_groups_whose_results_are_dropped_do_not_warn() -> None:
+    for finalizes, is_last_reduced in itertools.product((False, True), repeat=2):
+        run_ranks(drop_a_result, 2, finalizes=finalizes, is_last_reduced=is_last_reduced)
 
 
 def test_a_group_that_lost_its_gradients_warns() -> None:
