@@ -107,7 +107,7 @@ class Registration:
         self._unsharded = [p.unsharded for p in parameters]
         with without_torch_function():  # a DTensor has a storage of its own, without memory
             self._unsharded_memory = [
-                (local_part(p.unsharded), p.full if p.sharding.inner is None else _storage(p.unsharded))
+                (local_part(p.unsharded), _storage(p.unsharded) if isinstance(p.unsharded, DTensor) else p.full)
                 for p in parameters
             ]
         self._locals = [p.local for p in parameters]

@@ -287,8 +287,6 @@ class Root:
     @_hook(_PRE_BACKWARD)
     def pre_backward(self, call: ForwardCall) -> None:
         """A gradient reached an output of ``call``."""
-        if call.entered == self.progress.number:
-            return  # one reached another output
         if self._pass is not BACKWARD:
             self._begin_backward()
         state, run = call.state, call.run

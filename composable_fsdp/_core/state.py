@@ -251,8 +251,9 @@ class ForwardCall:
     def on_output_gradient(self, _: object) -> None:
         """Begin the backward of this call; the hook for the nodes of its outputs."""
         state = self.state
-        pre_backward = state.backward_wrappers.pre_backward or (state._root() or self.root).pre_backward
-        pre_backward(self)
+        root = state._root() or self.root
+        if self.entered != root.progress.number:  # else one reached another output
+            (state.backward_wrappers.pre_backward or root.pre_backward)(self)
 
     def on_last_input_gradient(self, gradients: Sequence[torch.Tensor | None] = (), _: object = None) -> None:
         """End the backward of this call; the hook for the nodes of its inputs."""

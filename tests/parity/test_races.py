@@ -100,7 +100,7 @@ def test_backwards_that_leave_reductions_in_flight_have_neither(limit: int | Non
     seen: list[bool] = []
     send = ReductionQueue.send
 
-    def noting(queue: Any, state: Any, *, at_end: bool) -> None:
+    def noting(queue: Any, state: Any, *, at_end: bool = False) -> None:
         seen.append(queue.are_in_flight)
         send(queue, state, at_end=at_end)
 

@@ -238,7 +238,7 @@ def test_a_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
 
 
 def test_owner_step_refuses_what_it_cannot_wrap() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"owner_step takes an optimizer, such as torch\.optim\.Adafactor"):
+    with pytest.raises(ArgumentTypeError, match=r"owner_step takes an optimizer, like torch\.optim\.Adafactor"):
         owner_step(3)  # type: ignore[type-var]
     optimizer = owner_step(torch.optim.Adafactor(parameters((3, 3))))
     with pytest.raises(ConfigurationError, match=r"the step of this Adafactor has been replaced already"):

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from composable_fsdp._core.layout import ALIGNMENT_BYTES, aligned_bytes
+from composable_fsdp._core.memory import is_host
 from composable_fsdp._extents import ShardExtent, extent_of
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather, BucketPlan, plan_buckets
@@ -411,7 +412,7 @@ class _ChangedParams:
 
 def _differing(row: torch.Tensor, before: torch.Tensor, most: int) -> tuple[int, torch.Tensor | None]:
     """Return how many elements differ, and their indices, ascending, unless there are more than ``most``."""
-    if row.device.type != "cpu":
+    if not is_host(row.device):
         differ = row != before
         count = int(differ.count_nonzero())
         return count, None if count > most else differ.nonzero().squeeze(1)
