@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -109,7 +110,8 @@ _SLACK_DIVISOR = 8
 
 def _may_hold(state: FSDPState) -> bool:
     """Return whether ``state`` may hold gradients of several backwards."""
-    return state.group.were_summed or state.options.accumulation is _SUM_UNSHARDED
+    has_several = state.group.were_summed or state.options.accumulation is _SUM_UNSHARDED
+    return has_several and state.group.plan.num_trainable > 0
 
 
 def _leaves_of(nodes: Iterable[Node | None]) -> Iterable[object]:
@@ -209,8 +211,10 @@ class Progress:
         """
         for state, nodes in self._entered_at.items():
             if _may_hold(state) and state.group.gradient_state not in HELD_GRADIENTS:
-                leaves = {id(parameter.unsharded) for parameter in state.group.parameters if parameter.trainable}
-                if leaves.isdisjoint(map(id, _leaves_of(nodes))):
+                leaves: list[Any] = [parameter.unsharded for parameter in state.group.parameters if parameter.trainable]
+                # A graph refers to its leaves, so that most states are told without a walk through it.
+                used = {id(leaf) for leaf in leaves if leaf._use_count() > 1}
+                if not used or used.isdisjoint(map(id, _leaves_of(nodes))):
                     self.reached.discard(state)
 
     def forget(self) -> None:
