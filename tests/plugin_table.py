@@ -116,6 +116,7 @@ OWN: Mapping[str, Sequence[str]] = {
     "OrderCheckLevel": _tests("unit/root_settings::the_first_forward ranks/device_faults"),
     "DynamoDisabled": _tests("ranks/compiled"),
     "ManagedModules": _tests("ranks/compiled"),
+    "OwnHooks": _tests("unit/module_calls::a_module_without_other_hooks"),
     "direct_calls": _tests("unit/module_calls::a_module_without_other_hooks"),
     "FullParameters": _tests(
         "unit/usage_errors::operations_that_run_modules_inside|the_first_forward_of_a_root_is_refused"

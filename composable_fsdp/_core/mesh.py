@@ -265,6 +265,7 @@ def as_dtensor_at_zero(local: torch.Tensor, spec: DTensorSpec, *, requires_grad:
 
 
 _empty_tensors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+"""An empty tensor of each dtype and device, with which DTensors without a storage offset are made."""
 
 _specs: dict[tuple[object, ...], ref[DTensorSpec]] = {}
 """The specs in use. Building and hashing one takes longer than all else of a ``DTensor``, and layers repeat shapes.

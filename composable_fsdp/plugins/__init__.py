@@ -24,7 +24,8 @@ Plugin                  Does                                             On by d
 ``optimizer_checks``    refuses steps that would change nothing          all devices
 ``model_check``         compares the models and values of ranks          all devices
 ``writes``              refuses or keeps writes to parameters            all devices
-``dynamo``              calls hooks directly, keeps Dynamo out of them   all devices
+``dynamo``              keeps torch.compile out of hooks                 all devices
+``module_calls``        calls our hooks without torch's loops            CPU
 ``torch_views``         shows states to clients of torch's own FSDP2     all devices
 ``encoded_reduce``      sends gradients encoded, by their codecs         all devices
 ``residuals``           commits and restores those of error feedback     all devices
@@ -75,7 +76,7 @@ from composable_fsdp.plugins.codecs.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
 from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients
 from composable_fsdp.plugins.codecs.residuals import Residuals
-from composable_fsdp.plugins.dynamo import DynamoDisabled, ManagedModules, direct_calls
+from composable_fsdp.plugins.dynamo import DynamoDisabled, ManagedModules
 from composable_fsdp.plugins.explain_errors import ExplainedErrors, explained_methods
 from composable_fsdp.plugins.extensions.extension_bucket import Extensions
 from composable_fsdp.plugins.full_params import FullParameters
@@ -83,6 +84,7 @@ from composable_fsdp.plugins.functional_call import FunctionalCalls
 from composable_fsdp.plugins.gloo.functional_all_gather import FUNCTIONAL_ALL_GATHER
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
+from composable_fsdp.plugins.module_calls import OwnHooks, direct_calls
 from composable_fsdp.plugins.profiler_labels import ProfilerLabels
 from composable_fsdp.plugins.recovery import Recovery
 from composable_fsdp.plugins.shared_memory.shared_parameters import Epochs, SharedParameters
@@ -172,6 +174,7 @@ DEFAULT: tuple[type[Observer], ...] = (
     OrderCheckLevel,
     TorchViews,
     ManagedModules,
+    OwnHooks,
     PlainParameters,
     LateTies,
     CapturedPasses,  # before those that wait

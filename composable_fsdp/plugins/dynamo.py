@@ -1,7 +1,4 @@
-"""Dynamo, the frontend of ``torch.compile``: it traces and compiles no hooks, and knows which modules are sharded.
-
-While it is not at work, a module that has no hooks but ours calls them directly.
-"""
+"""Dynamo, the frontend of ``torch.compile``: it traces and compiles no hooks, and knows which modules are sharded."""
 
 from __future__ import annotations
 
@@ -20,24 +17,15 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-from composable_fsdp._core.hooks import (
-    HOOKED_FORWARD,
-    abort_call,
-    begin_call,
-    finish_call,
-    sharded_parameters,
-    take_inputs,
-)
+from composable_fsdp._core.hooks import sharded_parameters
 from composable_fsdp._core.params import find_parameter, local_part
 from composable_fsdp._core.seams import HOOK_FRAMES, HookHandles, Observer
-from composable_fsdp._core.state import FSDPState, state_of
+from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import ConfigurationError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
-_KINDS = "forward_pre", "forward", "backward_pre", "backward"
 _DISABLED: set[CodeType] = set()
 """The code of functions of ``torch.compiler.disable``."""
 
@@ -75,65 +63,12 @@ _CODE = DynamoDisabled.__call__.__code__
 set_code_exec_strategy(_CODE, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 HOOK_FRAMES.add(_CODE)
 
-_HOOKS_ATTRIBUTE = "_composable_fsdp_hooks"
-"""The attribute of sharded modules with the ids of our two hooks. A copied module has hooks with the same ids."""
-_torch_call = nn.Module._call_impl
-_of_all_modules = [vars(torch.nn.modules.module)[f"_global_{kind}_hooks"] for kind in _KINDS]
-
-
-def direct_calls(original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
-    """Return the ``_call_impl`` of the sharded class of ``original``, unless that has one of its own.
-
-    Torch's takes 6 % of the host time of a small group: it makes a function and a set, and looks for hooks of
-    ten kinds.
-    """
-    return {"_call_impl": _call_impl} if original._call_impl is _torch_call else {}
-
-
-def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the module as torch does, with our hooks if there are no others, and nothing traces or replaces the call."""
-    space = self.__dict__
-    hooks, pre_hooks, post_hooks = space.get(_HOOKS_ATTRIBUTE), space["_forward_pre_hooks"], space["_forward_hooks"]
-    if (
-        hooks is None
-        or hooks[0] not in pre_hooks
-        or hooks[1] not in post_hooks
-        or len(pre_hooks) + len(post_hooks) > len(hooks)
-        or space["_backward_pre_hooks"]
-        or space["_backward_hooks"]
-        or any(_of_all_modules)
-        or get_eval_frame_callback() is not None
-        or torch._C._get_tracing_state() is not None
-        or nn.Module._call_impl is not _torch_call
-    ):
-        return nn.Module._call_impl(self, *args, **kwargs)
-    state = state_of(self)
-    call = begin_call(state, sys._getframe())
-    try:
-        if not call.is_inner:
-            call.root.pre_forward(call)
-        args, kwargs = take_inputs(call, args, kwargs)
-        forward = type(self).forward
-        if "forward" in space or getattr(forward, "__code__", None) is not HOOKED_FORWARD:  # a user has replaced it
-            output = self.forward(*args, **kwargs)
-        else:
-            output = cast(Any, forward).__wrapped__(self, *args, **kwargs)
-    except Exception:
-        abort_call(state)
-        raise
-    return finish_call(state, self, output)
-
-
-set_code_exec_strategy(_call_impl.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-
 
 class ManagedModules(Observer):
     """Tells Dynamo that the parameters of sharded modules are swapped between calls. Refuses steps it cannot trace."""
 
     def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
-        for module, handles in modules.items():
-            if handles is not None:
-                vars(module)[_HOOKS_ATTRIBUTE] = handles.pre_forward.id, handles.post_forward.id
+        for module in modules:
             for each in module.modules():
                 vars(each).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 

@@ -41,7 +41,7 @@ _COUNT_BYTES = 16
 
 
 class SentParams:
-    """What :func:`stream_changed_params` has sent: of each shard of this rank a copy in the dtype that is sent.
+    """Copies of this rank's shards as :func:`stream_changed_params` sent them last, in the dtype that is sent.
 
     The copies are in host memory. It refers to the parameters of the model. Of a new one, such as after a restart of
     the sender, the first stream sends all values.
@@ -56,7 +56,7 @@ class SentParams:
         self._key: object = None
         self._made_of: object = None
         self._planned: tuple[ModelSources, _Buckets] | None = None
-        """What a stream of ``_made_of`` sends, so that it is planned once."""
+        """The plan of a stream of ``_made_of``, which is made once."""
 
     def forget(self) -> None:
         """Send all values next time, on all ranks if it is called on any: a receiver is new, or has lost a flush."""

@@ -1,6 +1,6 @@
 """Flushes: numbered values of tensors with a checksum, as they go to another program. No communication.
 
-``docs/wire.md`` is the specification of the bytes. A receiver needs this file and torch only.
+``docs/wire.md`` is the specification of the bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Patch(NamedTuple):
 
 
 class Position(NamedTuple):
-    """What a receiver has applied last.
+    """The last flush that a receiver has applied.
 
     Attributes:
         stream: the stream, which is the time of its begin in nanoseconds.
@@ -69,7 +69,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class FlushHeader:
-    """What a flush is.
+    """The description of a flush, sent as JSON.
 
     Attributes:
         stream: the stream: flushes that a receiver must apply one after the other.

@@ -156,7 +156,7 @@ def check_arguments(bucket_bytes: int, dtype: torch.dtype | None, ahead: int) ->
 
 
 class Item(Protocol):
-    """What a stream yields, and frees once it is asked for the next one."""
+    """One result of a stream, which frees it once it is asked for the next one."""
 
     def _release(self) -> None: ...
 
@@ -166,7 +166,7 @@ T_co = TypeVar("T_co", bound=Item, covariant=True)
 
 
 class Contents(Protocol[T_co]):
-    """What a stream sends in its buckets."""
+    """The source of the buckets of a stream."""
 
     def __len__(self) -> int: ...
 
