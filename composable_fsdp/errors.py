@@ -61,7 +61,7 @@ _MOST_CHARACTERS = 1 << 20
 class FSDPError(Exception):
     """Base of every exception that this library raises on purpose. Its text has only printable characters.
 
-    What a file or another rank says is in it, so a text of more than a million characters is cut.
+    A file or another rank may have given a part of the text, so that one of more than a million characters is cut.
     """
 
     def __str__(self) -> str:
