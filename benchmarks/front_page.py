@@ -73,7 +73,7 @@ def render() -> str:
         "",
         "Steps in fp32 with AdamW on two CPU ranks of one host. Where a row is slower, modules are so small that",
         "the Python code for each sharded module, about 100 us, takes longer than the module: shard the module that",
-        "contains them. On a GPU: [one H100](benchmarks.md#on-a-gpu).",
+        "contains them. On a GPU: [one H100](benchmarks.md#one-h100).",
     ]
     return "\n".join([*lines, ""])
 
