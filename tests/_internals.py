@@ -19,12 +19,7 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency import main_thread, process_groups, watchdog
     from composable_fsdp._consistency import shutdown as missing_ranks
     from composable_fsdp._consistency.main_thread import main_thread_frames, user_line, waits_in_torch
-    from composable_fsdp._consistency.order_check import (
-        CONTEXT,
-        OrderCheck,
-        OrderChecker,
-        order_check_from,
-    )
+    from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
     from composable_fsdp._consistency.process_groups import part_of
     from composable_fsdp._consistency.process_groups import timeout_of as timeout_of_group
     from composable_fsdp._consistency.process_identity import exit_text, has_died, process_identity
@@ -46,17 +41,7 @@ if TYPE_CHECKING:
         verify_same_lines,
     )
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
-    from composable_fsdp._core import (
-        backward,
-        comm,
-        events,
-        full_mesh,
-        group_plan,
-        layout,
-        memory,
-        mesh,
-        schedule,
-    )
+    from composable_fsdp._core import backward, comm, events, full_mesh, group_plan, layout, memory, mesh, schedule
     from composable_fsdp._core import gather as core_gather
     from composable_fsdp._core import group as core_group
     from composable_fsdp._core import reduce as core_reduce
@@ -111,13 +96,7 @@ if TYPE_CHECKING:
         pack_messages,
     )
     from composable_fsdp._core.group import UNSHARD_STARTED, ParamGroup
-    from composable_fsdp._core.group_plan import (
-        GatherClaim,
-        GroupPlan,
-        ParameterSpec,
-        PlanOptions,
-        plan_group,
-    )
+    from composable_fsdp._core.group_plan import GatherClaim, GroupPlan, ParameterSpec, PlanOptions, plan_group
     from composable_fsdp._core.hooks import root_of
     from composable_fsdp._core.launch import StreamLauncher, reduce_together
     from composable_fsdp._core.layout import (
@@ -215,12 +194,7 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint
     from composable_fsdp.checkpoint._dcp.metadata import chunks_overlap, read_metadata
     from composable_fsdp.checkpoint._dcp.save import SavePlanner
-    from composable_fsdp.checkpoint._safetensors import (
-        Replacement,
-        StoredTensors,
-        TensorSpec,
-        dtype_code,
-    )
+    from composable_fsdp.checkpoint._safetensors import Replacement, StoredTensors, TensorSpec, dtype_code
     from composable_fsdp.checkpoint._state_dict import model
     from composable_fsdp.checkpoint._state_dict.model import Form, OwnerRanks, to_form
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored

@@ -98,7 +98,7 @@ EXPLAINED = {
         f"ParamGroup.{function}: self.partial.wait()": "On streams, the reduce stream orders both. Where "
         f"waits block the host, {test} of tests/ranks/test_accumulation.py fails."
         for function, test in {
-            "start_reducing": "test_microbatches_summed_in_any_way_train_like_the_large_batch",
+            "start_reducing": "test_microbatches_summed_in_any_way_train_like_the_large_batch"
         }.items()
     },
     **dict.fromkeys(

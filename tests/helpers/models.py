@@ -14,18 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = [
-    "TASKS",
-    "Adapters",
-    "Block",
-    "Chain",
-    "Routed",
-    "Task",
-    "Transformer",
-    "UnevenMLP",
-    "Wide",
-    "shard_layers",
-]
+__all__ = ["TASKS", "Adapters", "Block", "Chain", "Routed", "Task", "Transformer", "UnevenMLP", "Wide", "shard_layers"]
 
 Batch = tuple[torch.Tensor, ...]
 

@@ -143,10 +143,7 @@ def train_and_compare(
 
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     make_optimizer = functools.partial(adamw, eps=task.eps) if optimizer is None else optimizer
-    ours, theirs = (
-        make_optimizer(model.parameters()),
-        make_optimizer(reference.parameters()),
-    )
+    ours, theirs = (make_optimizer(model.parameters()), make_optimizer(reference.parameters()))
     for step in range(steps):
         loss = task.loss(model, task.batch_of(step, rank))
         loss.backward()

@@ -20,24 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, save, state_dict
 from composable_fsdp.codecs import ErrorFeedback, Int8
-from tests._internals import (
-    PendingSave,
-    SavePlanner,
-    checkpoint_save,
-)
+from tests._internals import PendingSave, SavePlanner, checkpoint_save
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
 from tests.simulation.nccl import alone_backend
 
-__all__ = [
-    "BF16",
-    "SETTINGS",
-    "TRAININGS",
-    "alone",
-    "train",
-    "train_alone",
-    "with_unused",
-]
+__all__ = ["BF16", "SETTINGS", "TRAININGS", "alone", "train", "train_alone", "with_unused"]
 
 WIDTH, STEPS = 64, 3
 SECOND_STEP_TWICE = {1: 1}

@@ -74,10 +74,6 @@ def _fail(*_: object) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Two], Callable[[], None]], type[Exception], str]] = {
     "order": (swap, DivergenceError, r"^Forward order differs across ranks"),
-    "forward": (
-        raise_in_forward,
-        PeerError,
-        r"rank \d raised ArithmeticError: test failure in the forward of second",
-    ),
+    "forward": (raise_in_forward, PeerError, r"rank \d raised ArithmeticError: test failure in the forward of second"),
     "backward": (raise_in_backward, PeerError, r"rank \d raised in the backward of (first|second)"),
 }

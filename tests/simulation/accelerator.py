@@ -38,23 +38,13 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 import composable_fsdp.plan  # noqa: F401 (schedule() imports it, and it derives from classes that are replaced here)
 from tests.simulation.late_execution import Action, Recording, fill, leaves
 from tests.simulation.rules import break_rule, note_violation, reported
 
-__all__ = [
-    "Race",
-    "SimulatedAccelerator",
-    "SimulatedEvent",
-    "SimulatedStream",
-    "active",
-    "simulated_accelerator",
-]
+__all__ = ["Race", "SimulatedAccelerator", "SimulatedEvent", "SimulatedStream", "active", "simulated_accelerator"]
 
 _NO_ACCESS = ("detach", "alias", "_unsafe_view", "lift_fresh", "unsafe_split", "unsafe_split_with_sizes")
 """Operations that read and write nothing, although their schema does not mark them as views."""

@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import (
-    AllGatherBuffers,
-    Collective,
-    CommStreams,
-    GradientState,
-    StreamLauncher,
-    Traits,
-    Transfer,
-)
+from tests._internals import AllGatherBuffers, Collective, CommStreams, GradientState, StreamLauncher, Traits, Transfer
 
 CPU = torch.device("cpu")
 

@@ -16,15 +16,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
-from tests._internals import (
-    AllGather,
-    CachedPart,
-    OwnedBuffer,
-    Pooled,
-    TensorShards,
-    cached_message,
-    plan_gather,
-)
+from tests._internals import AllGather, CachedPart, OwnedBuffer, Pooled, TensorShards, cached_message, plan_gather
 from tests.helpers.fake_world import FakeCommunicator, FakeWorld
 
 RANKS = 2

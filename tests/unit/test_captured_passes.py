@@ -82,11 +82,7 @@ def leave_in_flight(model: Any) -> None:
 FEEDBACK = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int8()), min_numel=1)
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], object], str]] = {
     "offload": ({"offload_policy": CPUOffloadPolicy()}, id, "the host waits for offloaded gradients. Keep the param"),
-    "feedback": (
-        {"comm_policy": FEEDBACK},
-        id,
-        "the residuals of ErrorFeedback after each.*without ErrorFeedback",
-    ),
+    "feedback": ({"comm_policy": FEEDBACK}, id, "the residuals of ErrorFeedback after each.*without ErrorFeedback"),
     "unused": ({"build": with_unused}, id, "which unused parameters have a gradient.*set_reduce_scatter_unused_params"),
     "held": ({}, hold, "gradients of an earlier backward are not reduced.*all microbatches, or none of them"),
     "in flight": ({}, leave_in_flight, r"earlier backward are still being reduced.*set_is_last_backward\(True\)"),

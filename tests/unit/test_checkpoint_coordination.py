@@ -7,14 +7,7 @@ import pickle
 import pytest
 
 from composable_fsdp.errors import CheckpointError
-from tests._internals import (
-    Mismatch,
-    join_rank_texts,
-    leave_common_unexpected,
-    mismatch_text,
-    refuse,
-    said,
-)
+from tests._internals import Mismatch, join_rank_texts, leave_common_unexpected, mismatch_text, refuse, said
 
 
 def test_equal_errors_are_shown_once_and_others_name_their_ranks() -> None:

@@ -18,16 +18,7 @@ from torch import nn
 
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.errors import CheckpointError, ConfigurationError
-from tests._internals import (
-    DTYPES,
-    Cut,
-    LocalShard,
-    Replacement,
-    ShardExtent,
-    StoredTensors,
-    TensorSpec,
-    dtype_code,
-)
+from tests._internals import DTYPES, Cut, LocalShard, Replacement, ShardExtent, StoredTensors, TensorSpec, dtype_code
 from tests._internals import safetensors_files as stored
 from tests.helpers.small_model import Small, assert_alike, filled
 

@@ -48,10 +48,7 @@ MOST_CODE_OF_ALL = 22618
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""
 
-MOST_FIELDS = {
-    "ParamGroup": 29,
-    "ShardedParameter": 20,
-}
+MOST_FIELDS = {"ParamGroup": 29, "ShardedParameter": 20}
 MOST_FIELDS_OF_OTHERS = 19
 
 MOST_IMPORTED_NAMES = 49

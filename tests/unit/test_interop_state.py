@@ -364,11 +364,7 @@ def test_a_method_that_only_torchs_class_has_is_refused_by_its_own_name(monkeypa
     ("place", "name", "instead"),
     [
         ("State", "_states_to_forward_prefetch", "set_modules_to_forward_prefetch"),
-        (
-            "State",
-            "_states_to_backward_prefetch",
-            r"set_modules_to_backward_prefetch.*\(prefetch_limit=0\)",
-        ),
+        ("State", "_states_to_backward_prefetch", r"set_modules_to_backward_prefetch.*\(prefetch_limit=0\)"),
         ("ParamGroup", "_all_gather_result", r"reshard\(\) of the module frees"),
         ("ParamGroup", "finalize_backward", r"finalize_backward\(\) of the model"),
         ("ParamGroup", "lazy_hsdp_allreduce", r"set_requires_all_reduce\(False\)"),

@@ -245,10 +245,7 @@ def test_no_folder_has_too_many_files() -> None:
         ("_core/group_plan.py", "from .layout import Bucket\nfrom ..errors import PlanError"),
         ("codecs/__init__.py", "from .cast import Cast"),
         ("plugins/gloo/gloo_communicator.py", "from composable_fsdp._core.group import ParamGroup"),
-        (
-            "_core/layout.py",
-            "from torch.distributed.tensor.placement_types import Shard\nimport torch\ntorch.nonzero",
-        ),
+        ("_core/layout.py", "from torch.distributed.tensor.placement_types import Shard\nimport torch\ntorch.nonzero"),
         (
             "_core/group.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from composable_fsdp._core.mesh import Axis",

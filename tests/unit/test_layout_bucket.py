@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests._internals import (
-    ALIGNMENT_BYTES,
-    TensorShards,
-    plan_gather,
-    plan_reduce,
-    split_at,
-)
+from tests._internals import ALIGNMENT_BYTES, TensorShards, plan_gather, plan_reduce, split_at
 from tests.helpers.layouts import (
     DIRECT_BYTES,
     MOST_PADDING,

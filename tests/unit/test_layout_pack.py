@@ -106,9 +106,7 @@ def test_packing_takes_one_copy_for_even_shards_and_at_most_two(shards: TensorSh
 
 @FEWER
 @given(tensor_shards())
-def test_unpacking_takes_one_copy_for_contiguous_or_even_pieces_and_at_most_two(
-    shards: TensorShards,
-) -> None:
+def test_unpacking_takes_one_copy_for_contiguous_or_even_pieces_and_at_most_two(shards: TensorShards) -> None:
     _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
     place = torch.empty(shards.full_numel)
     with CountKernels() as kernels:

@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp import CPUOffloadPolicy, OffloadPolicy
-from tests._internals import (
-    ParameterSpec,
-    PlanOptions,
-    cut_pinned,
-    pinned_bytes,
-    pinned_waste,
-    plan_group,
-)
+from tests._internals import ParameterSpec, PlanOptions, cut_pinned, pinned_bytes, pinned_waste, plan_group
 
 MIB = 1 << 20
 SIZES = st.lists(st.tuples(*[st.integers(0, 40 * MIB)] * 2), min_size=1, max_size=7).map(tuple)

@@ -9,15 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable_fsdp import CPUOffloadPolicy, OffloadPolicy
-from tests._internals import (
-    GatherClaim,
-    GroupPlan,
-    ParameterSpec,
-    PlanOptions,
-    TensorShards,
-    plan_group,
-    plan_slices,
-)
+from tests._internals import GatherClaim, GroupPlan, ParameterSpec, PlanOptions, TensorShards, plan_group, plan_slices
 from tests.helpers.layouts import DIRECT_BYTES, SHAPES, WORLD_SIZES, assert_disjoint_and_aligned, assert_sent_layout
 
 DTYPES = st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.float64])

@@ -283,5 +283,5 @@ def test_an_observer_of_the_ends_of_hooks_alone_is_told_of_them(attach: Callable
     model: Any = fully_shard(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
     assert ends.lines == [
-        *("pre-forward", "end of forward", "post-forward", "pre-backward", "gradients ready", "end of backward"),
+        *("pre-forward", "end of forward", "post-forward", "pre-backward", "gradients ready", "end of backward")
     ]

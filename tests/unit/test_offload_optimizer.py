@@ -21,14 +21,7 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
-from composable_fsdp import (
-    Muon,
-    fully_shard,
-    local_optimizer,
-    offload_optimizer,
-    owner_step,
-    reload_optimizer,
-)
+from composable_fsdp import Muon, fully_shard, local_optimizer, offload_optimizer, owner_step, reload_optimizer
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from tests._internals import is_host, optimizer_offloads

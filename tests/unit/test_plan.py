@@ -304,10 +304,7 @@ def test_torchs_estimator_of_time_needs_the_gpu() -> None:
         ({"batch": "4x4:float7"}, "torch has no dtype 'float7'."),
         ({"batch": 7}, "batch must be a tensor, a shape such as"),
         ({"build": lambda: 3}, "build must return an nn.Module, not int."),
-        (
-            {"build": nn.Linear},
-            "plan calls Linear() without arguments, but: missing a required argument: ",
-        ),
+        ({"build": nn.Linear}, "plan calls Linear() without arguments, but: missing a required argument: "),
         ({"auto_wrap_policy": 1}, "it is FSDP1's. Pass policy="),
         ({"batch": "4x3:float32"}, "the model cannot be built and run on tensors without values: RuntimeError: "),
     ],

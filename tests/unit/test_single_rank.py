@@ -254,10 +254,7 @@ def test_frozen_tensors_choose_their_view_which_follows_loaded_weights(reshard: 
 def test_a_view_can_be_declined_and_must_look_like_the_parameter() -> None:
     for hook, text in (
         (lambda *_: None, None),
-        (
-            lambda local, *_: local.double(),
-            r"returned \(4, 8\) torch.float64 cpu; it must return a tensor with the",
-        ),
+        (lambda local, *_: local.double(), r"returned \(4, 8\) torch.float64 cpu; it must return a tensor with the"),
         (lambda *_: 3, "returned int; it must return a tensor with the parameter's local shape, dtype, and device"),
     ):
         model: Any = fully_shard(nn.Linear(8, 4).requires_grad_(False), reshard_after_forward=False)

@@ -15,16 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing import (
-    Delay,
-    Drop,
-    Effect,
-    Fault,
-    FaultyCommunicator,
-    Kill,
-    Raise,
-    inject_faults,
-)
+from composable_fsdp.testing import Delay, Drop, Effect, Fault, FaultyCommunicator, Kill, Raise, inject_faults
 from tests._internals import Collective, Transfer
 from tests.helpers.cut_off_store import PartitionableStore
 from tests.helpers.fake_world import FakeWorld

@@ -20,13 +20,7 @@ from composable_fsdp import fully_shard, trace
 from composable_fsdp.diagnostics import CommunicationReport, CommunicationRow, write_timeline
 from composable_fsdp.diagnostics.timeline import Lanes, draw_step, performed, straggler
 from composable_fsdp.trace import Operation, TraceEvent
-from tests._internals import (
-    Event,
-    Hook,
-    file_name,
-    merged,
-    write_chrome_trace,
-)
+from tests._internals import Event, Hook, file_name, merged, write_chrome_trace
 from tests._internals import dry_run as s
 from tests.helpers.command import run_command
 from tests.helpers.sharding import single_rank
@@ -273,14 +267,7 @@ def write_dump(folder: Path, rank: int) -> None:
     """Write the file of a rank whose counter of time is ahead by 10 seconds for each rank before it."""
     ahead = 10.0 * rank
     events = [replace(each, begin=each.begin + ahead, end=each.end + ahead) for each in STEP]
-    dump = {
-        "format": 5,
-        "rank": rank,
-        "world_size": 2,
-        "attempt": 0,
-        "written": 1999.0,
-        "clock": 1000.0 + ahead,
-    }
+    dump = {"format": 5, "rank": rank, "world_size": 2, "attempt": 0, "written": 1999.0, "clock": 1000.0 + ahead}
     (folder / file_name(rank)).write_text(json.dumps(dump | {"events": [asdict(each) for each in events]}))
 
 

@@ -483,12 +483,7 @@ def test_operations_allowed_between_forward_and_backward(reads_shards: bool) -> 
 @pytest.mark.behaviour("H-06")
 @pytest.mark.parametrize(
     "assign",
-    [
-        lambda p: torch.zeros_like(p),
-        lambda p: torch.zeros(p.shape),
-        lambda p: torch.zeros(0),
-        lambda p: p.data * 0,
-    ],
+    [lambda p: torch.zeros_like(p), lambda p: torch.zeros(p.shape), lambda p: torch.zeros(0), lambda p: p.data * 0],
     ids=["DTensor", "whole", "of another shape", "computed"],
 )
 @pytest.mark.parametrize("when", ["before a forward", "after a step", "before backward"])

@@ -206,9 +206,7 @@ def test_ranks_rendezvous_over_a_store_slower_than_the_wait_between_polls(monkey
 
 
 @pytest.mark.behaviour("H-03")
-def test_a_store_that_never_answers_is_an_error_after_the_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_that_never_answers_is_an_error_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_STORE_SECONDS", 0.1)
     store = SlowStore(dist.HashStore(), None)
     alone = Watchdog(store, 0, 2)

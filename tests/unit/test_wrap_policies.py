@@ -108,14 +108,7 @@ def test_by_size_prefers_the_innermost_module_that_is_large_enough() -> None:
 
 @pytest.mark.behaviour("B-01")
 def test_every_module_is_one_that_has_parameters_of_its_own() -> None:
-    assert names(every_module(), Decoder(1)) == [
-        "embedding",
-        "blocks.0.first",
-        "blocks.0.second",
-        "norm",
-        "head",
-        "",
-    ]
+    assert names(every_module(), Decoder(1)) == ["embedding", "blocks.0.first", "blocks.0.second", "norm", "head", ""]
 
 
 def test_containers_without_forward_and_modules_without_parameters_are_never_chosen() -> None:
