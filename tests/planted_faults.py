@@ -38,8 +38,6 @@ import composable_fsdp
 from tests.helpers.stream_training import TRAININGS
 from tests.simulation import simulated_accelerator, stream_group
 
-__all__ = ["EXPLAINED", "Outcome", "Site", "left_out", "reached_by", "sites", "try_fault"]
-
 PACKAGE = Path(composable_fsdp.__file__).parent
 METHODS = ("wait_stream", "wait_event", "record_event", "record", "wait", "synchronize")
 ORDERS = 5
@@ -135,11 +133,9 @@ _Key = tuple[str, str, int]
 class Site:
     """A call or a statement that a fault leaves out.
 
-    Args:
-        path: the file, in the package.
-        function: the qualified name of the outermost function.
-        text: the call, or what takes the place of a statement.
-        number: the position of the call among the calls in the function; the position in :data:`OWNED` if negative.
+    ``path``: the file, in the package. ``function``: the qualified name of the outermost function. ``text``: the call,
+    or what takes the place of a statement. ``number``: the position of the call among the calls in the function; the
+    position in :data:`OWNED` if negative.
     """
 
     path: str

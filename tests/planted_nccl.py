@@ -23,8 +23,6 @@ from tests.planted_faults import left_out
 from tests.simulation import SimulatedAccelerator, SimulatedEvent
 from tests.simulation.nccl import Contract
 
-__all__ = ["ALONE", "NEEDS", "ON_RANKS", "Program"]
-
 Program = Callable[[SimulatedAccelerator, Contract, bool], object]
 """Gets the accelerator, the stand-in, and whether it breaks the rule."""
 
@@ -178,8 +176,7 @@ def destroy_in_a_thread(device: SimulatedAccelerator, contract: Contract, broken
 def capture_a_step(before: Callable[[Any], object], inside: Callable[[Any], object]) -> Program:
     """Return a program that captures a step of the library, and if it is broken, calls ``inside`` in the capture.
 
-    Args:
-        before: called with the model before the capture. ``inside`` gets what it returns.
+    ``before``: called with the model before the capture. ``inside`` gets what it returns.
     """
 
     def run(device: SimulatedAccelerator, contract: Contract, broken: bool) -> None:

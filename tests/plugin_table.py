@@ -19,8 +19,6 @@ from functools import reduce
 from itertools import chain
 from pathlib import Path
 
-__all__ = ["LISTED", "OWN", "PROJECT", "listed", "main", "without"]
-
 PROJECT = Path(__file__).parents[1]
 LISTED = Path("composable_fsdp/plugins/__init__.py")
 

@@ -37,8 +37,6 @@ from tests.parity.test_fuzz import DrawnPrograms
 from tests.simulation import simulated_accelerator
 from tests.simulation.nccl import VARIANTS, alone_backend, stands_in
 
-__all__ = ["alone", "problems_of"]
-
 DRAW_SIZE = 250
 """The number of programs that are drawn from one seed, and that run in one process."""
 IN_FOUR = 4
@@ -79,8 +77,7 @@ def problems_of(program: Program, meshes: Meshes, orders: int) -> list[str]:
 def run_draw(draw: int, numbers: Sequence[int], orders: int, state: Path, end: float, variant: str = "") -> None:
     """Run the programs of a draw with these numbers until a time, and write a line for each.
 
-    Args:
-        variant: that of a stand-in for NCCL, or an empty text for the backend of the simulated accelerator.
+    ``variant``: that of a stand-in for NCCL, or an empty text for the backend of the simulated accelerator.
     """
     settings.register_profile("default", deadline=None)  # as in tests/conftest.py: a busy machine draws slowly
     settings.load_profile("default")

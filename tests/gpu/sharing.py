@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["mesh_on", "set_device", "without_warnings_of_torch"]
-
 
 def set_device() -> None:
     """Set the device of this rank. Call it before the first collective.

@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, TraceEvent
 
-__all__ = ["assert_trace", "peak_groups"]
-
 
 def assert_trace(
     recorder: Iterable[TraceEvent], *lines: str, operations: Collection[Operation | str] | None = None

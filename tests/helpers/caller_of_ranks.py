@@ -11,8 +11,6 @@ from pathlib import Path
 from composable_fsdp import testing
 from tests.helpers import run_ranks as pool
 
-__all__ = ["main", "write_ids_and_wait"]
-
 
 def write_ids_and_wait(file: str) -> None:
     """Write the ids of a child and of this process to ``file``, and wait."""
@@ -26,11 +24,9 @@ def write_ids_and_wait(file: str) -> None:
 def main(how: str, folder: str) -> None:
     """Run ranks until the end of this program, or until a signal ends it.
 
-    Args:
-        how: ``"new"`` waits for a rank of the public ``run_ranks``, ``"kept"`` for one of the tests' ``run_ranks``
-            while another is stopped, and ``"end"`` ends with ranks that are stopped.
-        folder: gets the file ``waiting`` with the ids of :func:`write_ids_and_wait`, and ``stopped`` with those of the
-            processes that are stopped.
+    ``how``: ``"new"`` waits for a rank of the public ``run_ranks``, ``"kept"`` for one of the tests' ``run_ranks``
+    while another is stopped, and ``"end"`` ends with ranks that are stopped. ``folder``: gets the file ``waiting`` with
+    the ids of :func:`write_ids_and_wait`, and ``stopped`` with those of the processes that are stopped.
     """
     waiting = str(Path(folder, "waiting"))
     if how == "new":

@@ -25,19 +25,6 @@ from tests._internals import SavePlanner, extent_of, gather, like, shardings_of,
 from tests.helpers.model_parallel import Pair, named_mesh, parallelize_pairs
 from tests.helpers.models import Task
 
-__all__ = [
-    "WORLDS",
-    "Everything",
-    "Gate",
-    "adamw",
-    "all_ranks_raise",
-    "assert_holds",
-    "fill",
-    "local",
-    "train",
-    "zeroed",
-]
-
 
 @contextmanager
 def all_ranks_raise(text: str | None = None) -> Iterator[Any]:

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-__all__ = ["FLOAT", "finite_rows", "round_trip"]
-
 FLOAT = torch.finfo(torch.float32)
 SMALLEST = 2.0**-149
 EXTREMES = st.sampled_from(

@@ -12,8 +12,6 @@ from unittest import mock
 
 from composable_fsdp.cli import main
 
-__all__ = ["Done", "run_command"]
-
 
 class Done(NamedTuple):
     """The exit code and the output of a command, and the exception that it left to Python."""

@@ -12,8 +12,6 @@ import pytest
 from tests._internals import Collective, GlooCommunicator, SharedMemoryCommunicator, Transfer
 from tests.helpers.fake_world import FakeCommunicator
 
-__all__ = ["COMMUNICATORS", "counted_collectives"]
-
 COMMUNICATORS = (GlooCommunicator, SharedMemoryCommunicator, FakeCommunicator)
 """The communicator classes that an axis of several ranks may use."""
 

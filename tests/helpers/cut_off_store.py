@@ -10,8 +10,6 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-__all__ = ["PartitionableStore"]
-
 T = TypeVar("T")
 
 
@@ -21,9 +19,7 @@ class PartitionableStore(dist.Store):
     While cut off, every call waits, and raises ``dist.DistNetworkError``, a ``RuntimeError``, after ``seconds``. Clones
     are cut off together with their original.
 
-    Args:
-        base: any store.
-        seconds: the time for which a call waits for the store to answer again.
+    ``base``: any store. ``seconds``: the time for which a call waits for the store to answer again.
     """
 
     def __init__(self, base: dist.Store, seconds: float = 300.0) -> None:

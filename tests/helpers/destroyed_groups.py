@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import fully_shard
 
-__all__ = ["PROGRAMS", "build"]
-
 
 def build() -> Any:
     """Return a model on a mesh of all ranks, after two steps."""

@@ -31,8 +31,6 @@ from composable_fsdp.checkpoint import load, save
 from tests._internals import Bucket, InPlaceBucket, find_state
 from tests.helpers.extension_tensors import Pair, with_weights
 
-__all__ = ["CASES", "remaining_objects"]
-
 CASES: dict[str, Callable[[], tuple[object, ...]]] = {}
 """Each case builds models, uses them, and returns the models and other objects that must be freed."""
 

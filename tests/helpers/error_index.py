@@ -15,8 +15,6 @@ from pathlib import Path
 
 from composable_fsdp import errors
 
-__all__ = ["PAGE", "IndexedError", "indexed_errors", "render"]
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "composable_fsdp"
 PAGE = ROOT / "docs" / "errors.md"
@@ -127,10 +125,8 @@ FOREIGN = {
 class IndexedError:
     """An error or warning that the package can raise.
 
-    Attributes:
-        kind: the name of its class.
-        place: the file that raises it, in the package.
-        text: its text, with ``…`` for parts that are not known before.
+    ``kind``: the name of its class. ``place``: the file that raises it, in the package. ``text``: its text, with ``…``
+    for parts that are not known before.
     """
 
     kind: str

@@ -10,8 +10,6 @@ from torch.distributed.tensor.placement_types import Shard
 
 from tests.helpers.models import Task, seeded, squared_error, vectors
 
-__all__ = ["MIXTURE", "NUM_EXPERTS", "Experts", "place_experts"]
-
 NUM_EXPERTS = 4
 
 

@@ -9,8 +9,6 @@ from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-__all__ = ["Pair", "Scaled", "batch_of", "calls", "with_weights"]
-
 calls: list[str] = []
 """Descriptions of the calls of the hooks, in order."""
 

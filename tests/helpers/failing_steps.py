@@ -19,20 +19,6 @@ from tests._internals import memory as storage
 from tests.helpers.faults import Layers
 from tests.helpers.sharding import values_of
 
-__all__ = [
-    "Plan",
-    "assert_same",
-    "batch",
-    "build",
-    "counting_all",
-    "fail",
-    "failing_layer",
-    "fault_of",
-    "gradients",
-    "pair",
-    "step",
-]
-
 DEPTH = 3
 
 
@@ -40,17 +26,13 @@ DEPTH = 3
 class Plan:
     """A point at which a step fails, and how the model is trained.
 
-    Args:
-        point: the operation that fails. ``"before"`` and ``"after"`` are hooks around the forward of a layer,
-            ``"backward"`` is a hook on its output, and ``"gradient"`` a hook on its gradients. ``"encode"`` and
-            ``"decode"`` are calls of a codec, ``"operation"`` is a launch, and ``"allocation"`` allocates full
-            parameters.
-        index: the index of the layer, call, operation or allocation, modulo their number.
-        microbatch: the microbatch that fails, modulo the number of microbatches.
-        alone: if true, the failure is injected on the last rank only.
-        encoded: if true, parameters and gradients are encoded.
-        feedback: if true, gradients are encoded with error feedback, and shards of gradients are accumulated.
-        hybrid: if true, four ranks train, and shards are replicated.
+    ``point``: the operation that fails. ``"before"`` and ``"after"`` are hooks around the forward of a layer,
+    ``"backward"`` is a hook on its output, and ``"gradient"`` a hook on its gradients. ``"encode"`` and ``"decode"``
+    are calls of a codec, ``"operation"`` is a launch, and ``"allocation"`` allocates full parameters. ``index``: the
+    index of the layer, call, operation or allocation, modulo their number. ``microbatch``: the microbatch that fails,
+    modulo the number of microbatches. ``alone``: if true, the failure is injected on the last rank only. ``encoded``:
+    if true, parameters and gradients are encoded. ``feedback``: if true, gradients are encoded with error feedback, and
+    shards of gradients are accumulated. ``hybrid``: if true, four ranks train, and shards are replicated.
     """
 
     point: str

@@ -17,9 +17,6 @@ from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.plugins import SUM, Collective, ReduceOp, Traits, Transfer
 from tests._internals import format_ranks
 
-__all__ = ["DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"]
-
-
 _TRAITS = {"averages": True, "coalesces": True, "zero_copy_min_bytes": 0}
 
 

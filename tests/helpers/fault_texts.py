@@ -11,8 +11,6 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["assert_golden", "normalised", "read_golden"]
-
 FAULTS = Path(__file__).with_name("fault_texts.txt")
 VARIABLE = "COMPOSABLE_FSDP_GOLDEN"
 

@@ -33,22 +33,6 @@ from composable_fsdp.checkpoint import save
 from composable_fsdp.testing import Delay, Drop, Effect, Fault, Kill, Raise, inject_faults
 from tests._internals import Work
 
-__all__ = [
-    "LONG_TIMEOUT",
-    "SHORT_TIMEOUT",
-    "STRAGGLER_DELAY",
-    "Layers",
-    "RaisedError",
-    "build",
-    "error_after",
-    "error_of",
-    "inject_fault",
-    "is_last",
-    "run_as_program",
-    "save_on_full_disk",
-    "step",
-]
-
 LONG_TIMEOUT, SHORT_TIMEOUT = 60.0, 3.0
 """Timeouts of the process group in seconds. No test reaches the first; stragglers exceed the second."""
 STRAGGLER_DELAY = SHORT_TIMEOUT + 4.0

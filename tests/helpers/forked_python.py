@@ -22,8 +22,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["forked_python"]
-
 ROOT = Path(__file__).parents[2]
 LENGTH = struct.Struct("=I")
 CLIENT = """#!{python} -SEs
@@ -49,8 +47,7 @@ os._exit(code)
 def forked_python(folder: Path, enter: Sequence[str] = ()) -> Iterator[dict[str, str]]:
     """Yield variables with which shells and torchrun find the executable ``python``, which is made in ``folder``.
 
-    Args:
-        enter: words before a command that let it run on the host of the job.
+    ``enter``: words before a command that let it run on the host of the job.
     """
     path, executable = folder / "socket", folder / "python"
     executable.write_text(CLIENT.format(python=sys.executable, path=str(path)))

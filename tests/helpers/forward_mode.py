@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from importlib import import_module
 
-__all__ = ["load_forward_mode"]
-
 
 def load_forward_mode() -> None:
     """Load what torch loads for the first dual number, which warns that ``torch.jit.script`` is deprecated."""

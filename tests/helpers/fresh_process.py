@@ -22,8 +22,6 @@ from types import MappingProxyType
 
 import torch.distributed as dist
 
-__all__ = ["Program", "run_module", "run_program", "run_script_on_ranks"]
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,9 +45,8 @@ def run_program(program: str, *arguments: str | Path) -> subprocess.CompletedPro
 class Program:
     """A module that runs as ``python -m`` does, until it ends or a signal ends it.
 
-    Args:
-        outputs: the files that its stdout and stderr are appended to.
-        environment: variables in addition to those of this process when it first ran a program.
+    ``outputs``: the files that its stdout and stderr are appended to. ``environment``: variables in addition to those
+    of this process when it first ran a program.
     """
 
     def __init__(

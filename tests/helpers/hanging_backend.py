@@ -22,8 +22,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-__all__ = ["HANGING", "HangingGroup", "hanging_device"]
-
 HANGING = "hanging"
 _ProcessGroup: Any = dist.ProcessGroup
 _Result = Callable[[list[Any]], None]

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from composable_fsdp import offload_optimizer
 
-__all__ = ["host_as_device", "offload"]
-
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 

@@ -13,18 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "PACKAGE",
-    "class_fields",
-    "code_lines",
-    "imported_by",
-    "imported_code",
-    "imported_names",
-    "lines_over_sets",
-    "loops_over_sets",
-    "sizes_by_folder",
-]
-
 PACKAGE = Path(__file__).parents[2] / "composable_fsdp"
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from tests.helpers.interop import COLUMNS, MESHES, NOTES, OPTIMIZERS, WHOLE, Note, error_of_fsdp2, outcomes
 from tests.helpers.run_ranks import run_ranks, shutdown
 
-__all__ = ["PAGE", "measured", "render"]
-
 PAGE = Path(__file__).parents[2] / "docs" / "generated" / "interop.md"
 
 Row = dict[str, set[frozenset[Note]]]

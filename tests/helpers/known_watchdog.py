@@ -6,8 +6,6 @@ import torch.distributed as dist
 
 from tests._internals import Watchdog, watchdog
 
-__all__ = ["known_watchdog"]
-
 
 def known_watchdog() -> Watchdog | None:
     """Return the watchdog of the default process group if there is one. Unlike ``job_watchdog``, it begins none."""

@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import fully_shard
 from tests.helpers.counted_collectives import counted_collectives
 
-__all__ = ["WIDTH", "Tower", "batch", "play", "use_different_weights"]
-
 WIDTH = 740
 
 

@@ -9,17 +9,6 @@ from hypothesis import strategies as st
 
 from tests._internals import ALIGNMENT_BYTES, GatherLayout, ReduceLayout, TensorShards
 
-__all__ = [
-    "DIRECT_BYTES",
-    "NEVER_ZERO_COPY",
-    "SHAPES",
-    "WORLD_SIZES",
-    "assert_disjoint_and_aligned",
-    "assert_sent_layout",
-    "shards_of_one_bucket",
-    "tensor_shards",
-]
-
 WORLD_SIZES = st.integers(1, 9)
 SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=4).map(tuple)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["forget_meshes"]
-
 
 def forget_meshes() -> None:
     """Clear DTensor caches: they are keyed by *equal* meshes, and would return earlier meshes with destroyed groups.

@@ -20,23 +20,6 @@ from tests.helpers.models import Task, cross_entropy, seeded, sequences, squared
 from tests.helpers.sharding import assert_exact, expected_shard, full_value, values_of
 from tests.helpers.training import OPTIMIZERS, OptimizerFactory, Play, Run, assert_equal_runs, train
 
-__all__ = [
-    "DECODER",
-    "PAIRS",
-    "Decoder",
-    "Pair",
-    "Pairs",
-    "assert_cut",
-    "assert_trains_like",
-    "cut_pairs",
-    "full_run",
-    "named_mesh",
-    "parallelize_decoder",
-    "parallelize_pairs",
-    "play",
-    "sharded_pairs",
-]
-
 Cut = tuple[str, int]
 """A mesh dim, and the tensor dim that is sharded over it."""
 

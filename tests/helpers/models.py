@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["TASKS", "Adapters", "Block", "Chain", "Routed", "Task", "Transformer", "UnevenMLP", "Wide", "shard_layers"]
-
 Batch = tuple[torch.Tensor, ...]
 
 
@@ -144,12 +142,10 @@ class AdaptedLinear(nn.Module):
 class Task:
     """A model with its data and loss.
 
-    Args:
-        build: a function that makes the model, with the same values in every call on every rank.
-        batch: a function from a seeded generator to the inputs and the target.
-        criterion: a function from output and target to the loss.
-        eps: AdamW's ``eps``. AdamW amplifies the rounding of gradients near zero by up to ``lr / eps``. With some
-            100,000 gradients, a smaller ``eps`` exceeds the tolerance of parameters on some processors.
+    ``build``: a function that makes the model, with the same values in every call on every rank. ``batch``: a function
+    from a seeded generator to the inputs and the target. ``criterion``: a function from output and target to the loss.
+    ``eps``: AdamW's ``eps``. AdamW amplifies the rounding of gradients near zero by up to ``lr / eps``. With some
+    100,000 gradients, a smaller ``eps`` exceeds the tolerance of parameters on some processors.
     """
 
     build: Callable[[], nn.Module]

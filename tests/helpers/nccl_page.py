@@ -23,8 +23,6 @@ from tests.simulation import simulated_accelerator
 from tests.simulation.nccl import VARIANTS, Launch, stands_in
 from tests.simulation.rules import RULES
 
-__all__ = ["LIBRARIES", "MESHES", "PAGE", "counts_of", "launches_of_a_step", "part_of", "rules_table"]
-
 PAGE = Path(__file__).parents[2] / "docs" / "nccl.md"
 BLOCKS = 6
 STEPS = 3

@@ -16,8 +16,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["FULL", "LiveStorages", "Peak", "peak_above_idle", "peak_of"]
-
 
 def peak_above_idle(model: nn.Module, x: Tensor) -> int:
     """Return the peak bytes that torch allocates during a step, minus the bytes allocated before it."""

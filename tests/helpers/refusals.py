@@ -11,8 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from composable_fsdp import fully_shard
 
-__all__ = ["assert_refused"]
-
 
 def state_of(module: nn.Module) -> list[Any]:
     """Return everything that ``fully_shard`` could change in a tree of modules."""

@@ -35,8 +35,6 @@ from tests._internals import START_TIMEOUT, VARIABLES, Outcome, RankProcess, ask
 from tests.helpers.worker_pool.reset import reset
 from tests.helpers.worker_pool.template import Template
 
-__all__ = ["kill_ranks", "on_ranks", "run_ranks", "shutdown"]
-
 T = TypeVar("T")
 
 TEMPLATES = 2

@@ -21,21 +21,6 @@ from tests._internals import Bucket, InPlaceBucket, mesh, state_of
 from tests.helpers.mesh_caches import forget_meshes
 from tests.helpers.models import Task
 
-__all__ = [
-    "adamw",
-    "assert_exact",
-    "assert_sharded",
-    "buckets_of",
-    "expected_shard",
-    "full_value",
-    "initialise",
-    "local",
-    "sharded",
-    "single_rank",
-    "train_and_compare",
-    "values_of",
-]
-
 
 @contextmanager
 def single_rank() -> Iterator[None]:
@@ -77,11 +62,8 @@ def assert_sharded(
 ) -> None:
     """Check that every parameter is a DTensor, sharded on its dim (default 0) over the last dim of ``mesh``.
 
-    Args:
-        module: the sharded module.
-        values: the parameters before sharding, in order.
-        mesh: a 1-d mesh, or a 2-d mesh whose first dim replicates.
-        dims: the non-negative dims of parameters that are not sharded on dim 0.
+    ``module``: the sharded module. ``values``: the parameters before sharding, in order. ``mesh``: a 1-d mesh, or a 2-d
+    mesh whose first dim replicates. ``dims``: the non-negative dims of parameters that are not sharded on dim 0.
     """
     fulls = values_of(module)
     assert list(fulls) == list(values)

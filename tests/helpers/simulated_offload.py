@@ -12,8 +12,6 @@ import torch
 from composable_fsdp import CPUOffloadPolicy
 from tests._internals import BucketReduceScatter, core_gather, core_group, memory
 
-__all__ = ["simulated_offload"]
-
 OTHER = torch.device("cpu:0")
 """A device that is not equal to that of any tensor, so that code that compares devices copies to it."""
 

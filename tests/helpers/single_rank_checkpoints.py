@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Tied", "assert_same", "flip", "state_of", "trained", "truncate", "unreadable"]
-
 
 class Tied(nn.Module):
     def __init__(self, width: int = 3) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["slack"]
-
 
 def slack() -> float:
     """Return the number of runnable processes per core, at least 1."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Small", "assert_alike", "filled"]
-
 
 class Small(nn.Module):
     """Has tied weights, a persistent buffer, a non-persistent buffer and an expanded buffer."""

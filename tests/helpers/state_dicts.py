@@ -22,23 +22,6 @@ from tests._internals import Form, gather, plain_name, shardings_of, states_belo
 from tests.helpers.models import seeded
 from tests.helpers.sharding import assert_exact
 
-__all__ = [
-    "COUNT",
-    "FORMS",
-    "SAFE",
-    "Everything",
-    "LocalMomentum",
-    "backward",
-    "build",
-    "full_state_of",
-    "message",
-    "same_values",
-    "scramble",
-    "sgd",
-    "shard",
-    "train",
-]
-
 Optimizer = torch.optim.Optimizer
 
 
@@ -88,9 +71,8 @@ build = seeded(Everything)
 def shard(model: nn.Module, mesh: DeviceMesh | None = None, *, wrap: str = "", **options: Any) -> nn.Module:
     """Apply ``fully_shard`` to a pair of layers, to another layer, and to the root.
 
-    Args:
-        wrap: ``before`` and ``after`` apply activation checkpointing to two layers, before or after they are sharded.
-            ``compiled`` replaces two layers by the results of ``torch.compile``.
+    ``wrap``: ``before`` and ``after`` apply activation checkpointing to two layers, before or after they are sharded.
+    ``compiled`` replaces two layers by the results of ``torch.compile``.
     """
     layers: Any = model.get_submodule("layers")
 

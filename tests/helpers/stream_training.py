@@ -25,8 +25,6 @@ from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
 from tests.simulation.nccl import alone_backend
 
-__all__ = ["BF16", "SETTINGS", "TRAININGS", "alone", "train", "train_alone", "with_unused"]
-
 WIDTH, STEPS = 64, 3
 SECOND_STEP_TWICE = {1: 1}
 
@@ -98,16 +96,11 @@ def train(
 ) -> None:
     """Train some steps, the second of which runs twice without synchronizing gradients.
 
-    Args:
-        prepare: called with the sharded model.
-        between: called with the model after each step.
-        kind: a tensor class for the weights.
-        build: makes the model from three modules.
-        steps: the number of steps.
-        earlier: the number of backwards before the last one, by step.
-        hold: the setter of what these leave out.
-        make_optimizer: makes the optimizer. AdamW reads its number of steps on the host, which waits for all work.
-        updates_on: makes the context of the optimizer's steps from the model.
+    ``prepare``: called with the sharded model. ``between``: called with the model after each step. ``kind``: a tensor
+    class for the weights. ``build``: makes the model from three modules. ``steps``: the number of steps. ``earlier``:
+    the number of backwards before the last one, by step. ``hold``: the setter of what these leave out.
+    ``make_optimizer``: makes the optimizer. AdamW reads its number of steps on the host, which waits for all work.
+    ``updates_on``: makes the context of the optimizer's steps from the model.
     """
     torch.manual_seed(0)
     model: Any = build(*(Block() for _ in range(3)))

@@ -11,8 +11,6 @@ from torch import nn
 from tests._internals import like, local_part
 from tests.helpers.extension_tensors import Pair
 
-__all__ = ["CLASSES", "Blocked", "BlockedAdam", "Closed", "Coded", "Tagged", "inner_of", "model_of"]
-
 aten = torch.ops.aten
 
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-__all__ = ["ROOT", "finished", "torchrun"]
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,12 +22,10 @@ def torchrun(
 ) -> str:
     """Run ``program``, check that its exit code is 0, and return its stdout and stderr.
 
-    Args:
-        program: the path of the program, relative to the root.
-        flags: the arguments of the program.
-        launcher: the arguments of torchrun, such as ``("--max-restarts", "2")``.
-        timeout: the seconds after which all processes of the program are killed.
-        environment: variables in addition to those of this process. ``PYTHON_EXEC`` is the interpreter of all.
+    ``program``: the path of the program, relative to the root. ``flags``: the arguments of the program. ``launcher``:
+    the arguments of torchrun, such as ``("--max-restarts", "2")``. ``timeout``: the seconds after which all processes
+    of the program are killed. ``environment``: variables in addition to those of this process. ``PYTHON_EXEC`` is the
+    interpreter of all.
     """
     done = finished(program, *flags, launcher=launcher, timeout=timeout, environment=environment)
     assert done.returncode == 0, done.stdout

@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor, Shard
 from composable_fsdp import fully_shard
 from tests.helpers.models import TASKS, shard_layers
 
-__all__ = ["OPTIMIZERS", "Run", "assert_equal_runs", "check_parity", "play_task", "train"]
-
 Play = Callable[[nn.Module, int, int], torch.Tensor]
 """``(model, step, rank) -> loss``: runs forward and backward, and returns the loss."""
 
@@ -76,10 +74,8 @@ def train(
 ) -> Run:
     """Train ``model`` and keep the losses of rank ``watched``.
 
-    Args:
-        ranks: the ranks whose plays run on this model. A sharded model runs one play, a reference runs all.
-        watched: the rank whose losses are kept.
-        divide: the divisor of gradients before the optimizer's step.
+    ``ranks``: the ranks whose plays run on this model. A sharded model runs one play, a reference runs all.
+    ``watched``: the rank whose losses are kept. ``divide``: the divisor of gradients before the optimizer's step.
     """
     parameters = dict(model.named_parameters())  # modules return other objects while parameters are unsharded
     optimizer, run = make_optimizer(parameters.values()), Run()
@@ -163,11 +159,9 @@ def check_parity(
 ) -> nn.Module:
     """Train the sharded model and the unsharded reference on this rank, compare them, and return the sharded one.
 
-    Args:
-        shard: a function that shards the model. The default shards every module in ``model.layers`` and the model,
-            with ``options``.
-        between: a function that both runs call between the last backward of a step and the optimizer's step.
-        device: the device of the reference.
+    ``shard``: a function that shards the model. The default shards every module in ``model.layers`` and the model, with
+    ``options``. ``between``: a function that both runs call between the last backward of a step and the optimizer's
+    step. ``device``: the device of the reference.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build()

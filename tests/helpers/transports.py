@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from tests._internals import Communicator, GlooCommunicator, Transfer, Watched
 
-__all__ = ["COPIES", "IN_COMMON", "SOCKETS", "TRANSPORTS", "Environment", "in_place", "over_gloo"]
-
 Environment = Mapping[str, str]
 
 IN_COMMON: Environment = {}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["EVERY", "WIDTH", "Heads", "inputs_of", "one_forward_one_backward"]
-
 WIDTH = 6
 
 

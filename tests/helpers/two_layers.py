@@ -11,8 +11,6 @@ from torch import nn
 
 from composable_fsdp import DivergenceError, PeerError, fully_shard
 
-__all__ = ["FAULTS", "build", "sgd", "step"]
-
 
 class Two(nn.Module):
     """Two layers of the same size that can run in both orders."""

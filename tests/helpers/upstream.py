@@ -20,8 +20,6 @@ from torch.distributed.fsdp import _fully_shard
 
 import composable_fsdp
 
-__all__ = ["REASONS", "Comparison", "comparisons", "page", "render", "version"]
-
 REASONS = {
     "fully_shard(policy)": "Ours shards the modules that a policy chooses in one call.",
     "fully_shard(strategy)": "Ours takes the names of sharding strategies.",
@@ -58,11 +56,8 @@ _MORE = frozenset(composable_fsdp.__all__) - frozenset(_fully_shard.__all__)
 class Comparison:
     """One public name on both sides.
 
-    Attributes:
-        name: the function, class, method or field.
-        torch: its signature or default in torch; ``""`` if torch lacks it.
-        ours: the same of ours.
-        differences: keys for ``REASONS``.
+    ``name``: the function, class, method or field. ``torch``: its signature or default in torch; ``""`` if torch lacks
+    it. ``ours``: the same of ours. ``differences``: keys for ``REASONS``.
     """
 
     name: str

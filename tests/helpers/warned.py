@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from composable_fsdp import set_wait_warning
 from tests._internals import world_store
 
-__all__ = ["find_warning", "release_after", "wait_for_release", "warned"]
-
 LIMIT = 120.0
 """Seconds after which the other rank is released without the expected warning."""
 

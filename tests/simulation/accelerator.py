@@ -44,8 +44,6 @@ import composable_fsdp.plan  # noqa: F401 (schedule() imports it, and it derives
 from tests.simulation.late_execution import Action, Recording, fill, leaves
 from tests.simulation.rules import break_rule, note_violation, reported
 
-__all__ = ["Race", "SimulatedAccelerator", "SimulatedEvent", "SimulatedStream", "active", "simulated_accelerator"]
-
 _NO_ACCESS = ("detach", "alias", "_unsafe_view", "lift_fresh", "unsafe_split", "unsafe_split_with_sizes")
 """Operations that read and write nothing, although their schema does not mark them as views."""
 _NO_WRITE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
@@ -133,11 +131,9 @@ class _Access:
 class Race:
     """Two accesses to the same memory that no stream orders.
 
-    Args:
-        kind: ``"read"`` or ``"write"``, that of the second access, or ``"reuse"`` if freed memory may be in use.
-        memory: the allocation of the memory.
-        first: the earlier access in the order of the host.
-        second: the later access, or the allocation that may get the memory.
+    ``kind``: ``"read"`` or ``"write"``, that of the second access, or ``"reuse"`` if freed memory may be in use.
+    ``memory``: the allocation of the memory. ``first``: the earlier access in the order of the host. ``second``: the
+    later access, or the allocation that may get the memory.
     """
 
     kind: str
@@ -345,12 +341,10 @@ class SimulatedAccelerator:
 
         Call it after the context that ``records``.
 
-        Args:
-            seed: chooses the order. 0 prefers the default stream, 1 prefers it least, and others are random.
+        ``seed``: chooses the order. 0 prefers the default stream, 1 prefers it least, and others are random.
 
-        Returns:
-            the first operations that write or return other bits than in the order of the host, and memory that has
-            other bits at the end.
+        Returns the first operations that write or return other bits than in the order of the host, and memory that has
+        other bits at the end.
         """
         if self.recording is None:
             raise RuntimeError("run_late needs recorded operations: use simulated_accelerator(records=True).")
@@ -378,9 +372,7 @@ class SimulatedAccelerator:
     ) -> _Block:
         """Note that ``storage`` has got memory on the current stream.
 
-        Args:
-            fills: if operations are recorded, fill the memory.
-            keeps: the memory is older than the accelerator.
+        ``fills``: if operations are recorded, fill the memory. ``keeps``: the memory is older than the accelerator.
         """
         stream, what = self.current, self._here(f"{storage.nbytes()} bytes allocated by {operation}")
         _join(stream.clock, self.host.clock)
@@ -440,9 +432,7 @@ class SimulatedAccelerator:
     def block_of(self, tensor: torch.Tensor, what: str, *, fills: bool = False, keeps: bool = True) -> _Block | None:
         """Return the memory of ``tensor``, allocated on the current stream if it is not known; ``None`` if empty.
 
-        Args:
-            fills: as for :meth:`allocate`.
-            keeps: as for :meth:`allocate`.
+        ``fills``: as for :meth:`allocate`. ``keeps``: as for :meth:`allocate`.
         """
         storage = tensor.untyped_storage()
         address = storage.data_ptr() if storage.nbytes() else 0

@@ -26,8 +26,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["POISON", "Action", "Recording", "fill", "leaves"]
-
 POISON = 0xFF
 """The byte of memory that nothing has written: NaN in every floating-point dtype, and -1 in signed integers."""
 _CHANGES = 3
@@ -109,10 +107,8 @@ class Recording:
     def allocate(self, storage: torch.UntypedStorage, what: object, *, fills: bool, keeps: bool) -> int:
         """Add the memory of ``storage``, and return its number.
 
-        Args:
-            what: a text for errors.
-            fills: fill it with :data:`POISON`, since the host's order has not written to it.
-            keeps: its contents were there before the recording.
+        ``what``: a text for errors. ``fills``: fill it with :data:`POISON`, since the host's order has not written to
+        it. ``keeps``: its contents were there before the recording.
         """
         number = self._numbers[storage.data_ptr()] = len(self._contents)
         with _unseen():
@@ -164,8 +160,7 @@ class Recording:
     ) -> Action:
         """Return the action of a transfer that read ``sent`` and wrote ``received``: it writes the same values again.
 
-        Args:
-            digests: :meth:`digests` of ``sent`` before the transfer.
+        ``digests``: :meth:`digests` of ``sent`` before the transfer.
         """
         read = list(zip(map(self._place, sent), self.digests(sent) if digests is None else digests, strict=True))
         with _unseen(), torch.no_grad():
@@ -207,8 +202,7 @@ class Recording:
     def run_late(self, seed: int) -> list[str]:
         """Execute all operations in another order. Return the first differences from the order of the host.
 
-        Args:
-            seed: chooses the order. 0 prefers the default stream, 1 prefers it least, and others are random.
+        ``seed``: chooses the order. 0 prefers the default stream, 1 prefers it least, and others are random.
         """
         copies, found = Copies(self._contents), list[str]()
         with _unseen(), torch.no_grad():

@@ -39,8 +39,6 @@ from tests.simulation.late_execution import Recording
 from tests.simulation.rules import break_rule, note_violation, reported
 from tests.simulation.stream_group import ALONE, StreamGroup, StreamWork
 
-__all__ = ["VARIANTS", "Contract", "Launch", "alone_backend", "stands_in"]
-
 DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -59,8 +57,7 @@ _NEW_GROUP_SECONDS = 3.0
 class Launch(NamedTuple):
     """A launch of a communicator: one kernel, whatever the number of tensors.
 
-    Args:
-        frames: the number of frames of this library, or of torch's FSDP2, from the hook of a module or of autograd.
+    ``frames``: the number of frames of this library, or of torch's FSDP2, from the hook of a module or of autograd.
     """
 
     operation: str
@@ -75,11 +72,9 @@ class Launch(NamedTuple):
 class Contract:
     """The state of a stand-in.
 
-    Args:
-        variant: a key of :data:`VARIANTS`.
-        alone: groups have no other processes: all ranks are taken to have the data of this one.
-        bound: the default group is bound to a device, as by ``device_id=``.
-        connection_seconds: the time that the first operation of a group takes.
+    ``variant``: a key of :data:`VARIANTS`. ``alone``: groups have no other processes: all ranks are taken to have the
+    data of this one. ``bound``: the default group is bound to a device, as by ``device_id=``. ``connection_seconds``:
+    the time that the first operation of a group takes.
     """
 
     variant: str
@@ -142,11 +137,8 @@ class SeveralWorks(dist.Work):
 class _ContractGroup(StreamGroup):
     """A process group of a stand-in.
 
-    Args:
-        store: the store of the group.
-        rank: the rank of this process.
-        size: the number of ranks.
-        options: the timeout, or options with it.
+    ``store``: the store of the group. ``rank``: the rank of this process. ``size``: the number of ranks. ``options``:
+    the timeout, or options with it.
     """
 
     backend_name = ""

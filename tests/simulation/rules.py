@@ -10,17 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["RULES", "ContractViolation", "Rule", "break_rule", "note_violation", "reported"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A rule of c10d or NCCL.
 
-    Args:
-        text: the rule.
-        source: the documentation or the source that says so.
-        only_gpu: what the stand-in cannot show of it.
+    ``text``: the rule. ``source``: the documentation or the source that says so. ``only_gpu``: what the stand-in cannot
+    show of it.
     """
 
     text: str

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from tests.simulation.accelerator import SimulatedAccelerator, SimulatedEvent, SimulatedStream, active
 from tests.simulation.late_execution import Recording
 
-__all__ = ["ALONE", "BACKEND", "StreamGroup", "StreamWork"]
-
 BACKEND = "simulated_accelerator"
 ALONE = "simulated_accelerator_alone"
 """The same without other processes: all ranks are taken to have the data of this one."""
@@ -54,10 +52,8 @@ class StreamWork(dist.Work):
 class StreamGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group on a stream of its own.
 
-    Args:
-        rank: the rank of this process.
-        size: the number of ranks.
-        inner: the gloo group that communicates. Without one, all ranks are taken to have the data of this one.
+    ``rank``: the rank of this process. ``size``: the number of ranks. ``inner``: the gloo group that communicates.
+    Without one, all ranks are taken to have the data of this one.
     """
 
     def __init__(self, rank: int, size: int, inner: Any = None) -> None:
@@ -91,12 +87,8 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Run a collective on a stream, and return its work, if it has one.
 
-        Args:
-            operation: its name.
-            reads: its inputs.
-            writes: its outputs.
-            run: runs it on the host.
-            options: those of c10d.
+        ``operation``: its name. ``reads``: its inputs. ``writes``: its outputs. ``run``: runs it on the host.
+        ``options``: those of c10d.
         """
         accelerator = active[-1] if active else None
         if accelerator is None:

@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.helpers.comparison import extensions, gradients, parameters
 from tests.helpers.comparison.rows import LIBRARIES, Row
 
-__all__ = ["ROWS", "play"]
-
 ROWS = {
     each.name: each
     for module in (gradients, parameters, extensions)

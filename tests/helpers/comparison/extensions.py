@@ -82,7 +82,6 @@ def trained(library: Library, mesh: DeviceMesh, rows: int, pre: Any, post: Any, 
 
 
 @row(
-    SECTION,
     "`fsdp_pre_all_gather` sends several tensors, on one rank",
     torch='"not enough values to unpack"',
     torch_reports=r"^ValueError: not enough values to unpack",
@@ -95,7 +94,6 @@ def several_inputs_on_one_rank(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "Uneven rows, and an input that is not padded",
     torch="message sizes differ between ranks: gloo aborts the process",
     torch_reports=r"died of SIGABRT",
@@ -107,7 +105,6 @@ def unpadded_input(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`reshard_after_forward=2` on 4 ranks",
     torch="`NotImplementedError`",
     torch_reports=r"^NotImplementedError",
@@ -120,7 +117,6 @@ def smaller_mesh(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`fsdp_post_all_gather` writes to `out` without `torch.no_grad()`",
     torch="raises in forward: `out` is a leaf that requires gradients",
     torch_reports=r"RuntimeError: a leaf Variable that requires grad is being used in an in-place operation",
@@ -132,7 +128,6 @@ def out_filled_with_gradients_enabled(library: Library, mesh: DeviceMesh) -> str
 
 
 @row(
-    SECTION,
     "torchao's int8 weights with rows that do not divide by the number of ranks",
     torch="raises on the rank with fewer rows; the others hang",
     torch_reports=r"Timed out.*fsdp_pre_all_gather must return all-gather inputs with the padded sharded size",
@@ -167,7 +162,6 @@ def forget_out(self: torch.Tensor, outputs: Any, metadata: Any, dtype: Any, *, o
 
 
 @row(
-    SECTION,
     "`fsdp_post_all_gather` ignores `out` at the second gather",
     torch="the parameter has uninitialized values",
     torch_reports=r"^wrong|nan",
@@ -190,7 +184,6 @@ class Uncut(torch.Tensor):
 
 
 @row(
-    SECTION,
     "A tensor class knows `narrow` and not `chunk`",
     torch="`fully_shard` raises the class's error",
     torch_reports=r"^NotImplementedError: chunk is not supported",
@@ -206,7 +199,6 @@ def class_without_chunk(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "A checkpoint of a parameter whose tensor class consists of inner tensors",
     torch="`torch.distributed.checkpoint` pickles the shards; its `load` raises unless `torch.serialization."
     "add_safe_globals` was called with the class",

@@ -39,7 +39,6 @@ def is_ours(library: Library) -> bool:
 
 
 @row(
-    SECTION,
     "A parameter is first used in the last microbatch of an accumulation, with `param_dtype` and `reduce_dtype`",
     torch="an assertion about mixed gradient dtypes",
     torch_reports=r"AssertionError: FSDP reduce-scatter expects uniform gradient dtype",
@@ -63,7 +62,6 @@ def first_used_in_the_last_microbatch(library: Library, mesh: DeviceMesh) -> str
 
 
 @row(
-    SECTION,
     "Parameters are frozen in the first forward and thawed later, with `param_dtype` and `reduce_dtype`",
     torch="backward raises",
     torch_reports=r"RuntimeError: attempting to assign a gradient with dtype",
@@ -85,7 +83,6 @@ def thawed_after_the_first_forward(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`set_gradient_divide_factor(3.0)` on gloo, 2 ranks",
     torch="backward raises: gloo has no premultiplied sum",
     torch_reports=r"RuntimeError: .*PREMUL_SUM",
@@ -98,7 +95,6 @@ def divides_on_gloo(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`set_gradient_divide_factor(2.0)` with `set_force_sum_reduction_for_comms(True)`, on one rank",
     torch="divides twice",
     torch_reports=r"^0\.25 times the sum$",
@@ -121,7 +117,6 @@ def _ratio_to_the_sum(library: Library, mesh: DeviceMesh, factor: float, *, forc
 
 
 @row(
-    SECTION,
     "`register_hook` on a sharded parameter",
     torch="the hook never fires",
     torch_reports=r"^0 calls \| 0 calls$",
@@ -138,7 +133,6 @@ def hook_on_a_sharded_parameter(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`reset_iter_state()` in an accumulation under `set_requires_gradient_sync(False)`",
     torch="keeps the accumulated gradients, against its documentation",
     torch_reports=r"^wrong: gradient of trunk.weight",
@@ -159,7 +153,6 @@ def reset_in_an_accumulation(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`reset_iter_state()` before the first forward",
     torch="`AttributeError`",
     torch_reports=r"AttributeError",
@@ -172,7 +165,6 @@ def reset_before_the_first_forward(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`model.zero_grad()` in an accumulation under `set_requires_gradient_sync(False)`",
     torch="keeps the accumulated gradients; torch 2.15 documents that `zero_grad()` leaves pending ones as they are",
     torch_reports=r"^wrong: gradient of trunk.weight",
@@ -191,7 +183,6 @@ def zero_grad_in_an_accumulation(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "A parameter without rows gets a gradient",
     torch="backward raises in `_chunk_cat`",
     torch_reports=r"RuntimeError: .*_chunk_cat expects non-empty tensor",
@@ -214,7 +205,6 @@ def parameter_without_rows(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "Ranks use different parameters of one group",
     torch="message sizes differ between ranks: gloo aborts the process, or ranks hang",
     torch_reports=r"died of SIGABRT",
@@ -229,7 +219,6 @@ def ranks_use_different_parameters(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`clip_grad_norm_` with `norm_type=inf` where a rank has an empty shard",
     torch="raises on the rank with the empty shard; the others hang",
     torch_reports=r"Timed out|Connection closed",
@@ -246,7 +235,6 @@ def infinite_norm_of_an_empty_shard(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`clip_grad_norm_` over parameters on different meshes",
     torch="raises",
     torch_reports=r"RuntimeError",
@@ -265,7 +253,6 @@ def norm_over_two_meshes(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`Rprop` on sharded parameters",
     torch="`DTensor` cannot run one of its operators in place: the step raises",
     torch_reports=r"^(RuntimeError|NotImplementedError): .*aten.index_put_",
@@ -287,7 +274,6 @@ def rprop(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "Trainable parameters of one group have two dtypes",
     torch="an assertion about uniform dtypes, at the first forward",
     torch_reports=r"AssertionError: FSDP expects uniform original parameter dtype",
@@ -311,7 +297,6 @@ def two_dtypes_in_a_group(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "A module's output is a view, and is changed in place before the loss",
     torch="the hook of the output is lost: backward computes with freed parameters",
     torch_reports=r"RuntimeError|wrong",
@@ -344,7 +329,6 @@ def view_output_changed_in_place(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "A module is skipped by all ranks in its first step, with `set_reduce_scatter_unused_params(True)`",
     torch="`grad` is `None`; in later steps it is zeros",
     torch_reports=r"^none \| none$",
@@ -366,7 +350,6 @@ def module_that_all_ranks_skip(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "A pending sum over a tensor-parallel axis, with `reduce_dtype=torch.float32`: 256 + 1",
     torch="summed in `param_dtype`: 256",
     torch_reports=r"^256 \| 256$",
@@ -394,7 +377,6 @@ def sum_over_a_tensor_parallel_axis(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "A weight is used three times in one forward, with `reduce_dtype=torch.bfloat16`: 256 + 1 + 1",
     torch="from 2.15 on each is cast to bf16 before they are summed: 256; as here before",
     torch_reports=r"^256 \| 256$",
@@ -419,7 +401,6 @@ def three_uses_of_a_weight(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`nn.Embedding(sparse=True)`",
     torch="`NotImplementedError` about an operator of torch in backward, which names no parameter",
     torch_reports=r"^NotImplementedError: Could not run '(fsdp::chunk_cat|aten::as_strided)' with .* 'SparseCPU'",
@@ -440,7 +421,6 @@ def sparse_embedding(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`loss.backward(inputs=[p])`, with `p` from a list that was made before the forward",
     torch="returns, and `p.grad` is `None`",
     torch_reports=r"^wrong: 0.weight has no gradient",
@@ -459,7 +439,6 @@ def backward_at_listed_parameters(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`torch.autograd.grad(loss, p)`, with `p` from a list that was made before the forward",
     torch="`RuntimeError` that proposes `allow_unused=True`, which returns `None`",
     torch_reports=r"^RuntimeError: .*Set allow_unused=True",

@@ -8,8 +8,6 @@ from pathlib import Path
 from tests.helpers.comparison.catalogue import ROWS
 from tests.helpers.comparison.rows import Row
 
-__all__ = ["PAGE", "render"]
-
 PAGE = Path(__file__).parents[3] / "docs" / "generated" / "compared-with-fsdp2.md"
 
 _HEAD = """\

@@ -44,7 +44,6 @@ def after_one_step(train: Callable[[nn.Module, torch.optim.Optimizer, int], None
 
 
 @row(
-    SECTION,
     "The optimizer is built before `fully_shard`",
     torch="it updates nothing, silently",
     torch_reports=r"^nothing was updated",
@@ -60,7 +59,6 @@ def optimizer_before_sharding(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "The optimizer is built between forward and backward",
     torch="it gets the root's unsharded parameters and updates nothing, silently",
     torch_reports=r"^nothing was updated",
@@ -86,7 +84,6 @@ def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 @row(
-    SECTION,
     "An evaluation runs between backward and the optimizer's step",
     torch="the root stays unsharded, and the next forward computes with old values",
     torch_reports=r"^wrong: output of old parameters",
@@ -104,7 +101,6 @@ def evaluation_before_the_step(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`set_reshard_after_backward(False)`, then an optimizer's step without `reshard()`",
     torch="the next forward computes with old values",
     torch_reports=r"^wrong: output of old parameters",
@@ -125,7 +121,6 @@ def kept_after_backward(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`reshard_after_forward=2` on 4 ranks with uneven rows: `full_tensor()` between forward and backward",
     torch="wrong rows",
     torch_reports=r"wrong rows",
@@ -145,7 +140,6 @@ def rows_on_a_smaller_mesh(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`Shard(1)` where the size does not divide by the number of ranks",
     torch="`NotImplementedError`",
     torch_reports=r"^NotImplementedError: FSDP does not support uneven sharding on dim 1",
@@ -160,7 +154,6 @@ def uneven_columns(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`Shard(1)` and `reshard_after_forward=2` on 4 ranks, where the rows do not divide by 2",
     torch="raises on some ranks; the others hang",
     torch_reports=r"did not return in time",
@@ -180,7 +173,6 @@ def columns_on_a_smaller_mesh(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "One rank",
     torch="the unsharded parameters are a second copy",
     torch_reports=r"^second copy$",
@@ -197,7 +189,6 @@ def one_rank(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "Attributes of a parameter, such as `p.is_embedding = True`",
     torch="lost",
     torch_reports=r"^lost",
@@ -217,7 +208,6 @@ def attributes_of_parameters(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "The first forward runs in `inference_mode`, and training follows",
     torch="training raises",
     torch_reports=r"^RuntimeError: Inference tensors cannot be saved for backward",
@@ -233,7 +223,6 @@ def inference_mode_first(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`model.forward(x)` instead of `model(x)`",
     torch="raises: mixed tensors and `DTensor`s",
     torch_reports=r"RuntimeError: .*mixed torch.Tensor and DTensor",
@@ -248,7 +237,6 @@ def forward_called_directly(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`copy.deepcopy` of a sharded module",
     torch="`AssertionError`",
     torch_reports=r"^AssertionError",
@@ -262,7 +250,6 @@ def deep_copy(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "One parameter in two groups (tied weights)",
     torch="found at the first forward",
     torch_reports=r"^found in forward",
@@ -287,7 +274,6 @@ def one_parameter_in_two_groups(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "Parameters that an evaluation left unsharded are halved in place, then `reshard()`",
     torch="the change is lost, silently",
     torch_reports=r"^changed nothing",
@@ -307,7 +293,6 @@ def halved_after_an_evaluation(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "A forward changes an unsharded parameter in place",
     torch="the change is lost, silently",
     torch_reports=r"^changed nothing",
@@ -332,7 +317,6 @@ def in_place_change_of_an_unsharded_parameter(library: Library, mesh: DeviceMesh
 
 
 @row(
-    SECTION,
     "Parameters on the meta device; `to_empty`, then `reset_parameters()` with one seed on all ranks",
     torch="every rank draws the same values for its shard: the halves of the parameter are equal, silently",
     torch_reports=r"^equal shards",
@@ -353,7 +337,6 @@ def equal_random_shards(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "Ranks build the model with different seeds",
     torch="trains a model with values of different ranks, silently",
     torch_reports=r"^trains",
@@ -369,7 +352,6 @@ def different_starting_values(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`p.data = value` on a sharded parameter",
     torch="ignored, silently",
     torch_reports=r"^ignored",
@@ -386,7 +368,6 @@ def data_of_another_tensor(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "The optimizer steps between a forward and its backward",
     torch="backward computes with the new parameters and the old activations, silently",
     torch_reports=r"^trains",
@@ -409,7 +390,6 @@ def step_between_forward_and_backward(library: Library, mesh: DeviceMesh) -> str
 
 
 @row(
-    SECTION,
     "BatchNorm with `param_dtype=torch.bfloat16`",
     torch="forward raises on CPU: the running statistics are fp32",
     torch_reports=r"RuntimeError: .*expected scalar type BFloat16 but found Float",
@@ -453,7 +433,6 @@ class Unpacking(nn.Module):
 
 
 @row(
-    SECTION,
     "A frozen parameter of a class that derives from `nn.Parameter`, such as bitsandbytes' `Params4bit`",
     torch="a plain `nn.Parameter` in forward, without the attributes of its class",
     torch_reports=r"^TypeError: the weight is a Parameter",
@@ -468,7 +447,6 @@ def class_of_a_parameter(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "A model is dropped after a training step, and Python's garbage collector has not run",
     torch="all its modules are still in memory",
     torch_reports=r"^3 of 3 modules are left",
@@ -499,7 +477,6 @@ def dropped_model(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "`TORCH_LOGS=+fsdp` shows a step",
     torch="`root_pre_forward`, `pre_forward`, `post_forward`, `pre_backward`, `post_backward` and `root_post_backward`",
     torch_reports=r"^post_backward, post_forward, pre_backward, pre_forward, root_post_backward, root_pre_forward\b",
@@ -537,7 +514,6 @@ def lines_of_the_log(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "A parameter that is not contiguous, such as the weight of a convolution in `channels_last`",
     torch="`NotImplementedError`",
     torch_reports=r"^NotImplementedError: FSDP does not support non-contiguous parameters",
@@ -568,7 +544,6 @@ def trained_twice(model: nn.Module, first: nn.Module) -> str:
 
 
 @row(
-    SECTION,
     "A mesh of two dims without names",
     torch="`AssertionError`",
     torch_reports=r"^AssertionError: Please init the 2D mesh for HSDP with mesh_dim_names",
@@ -581,7 +556,6 @@ def mesh_without_names(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "A part of the model runs forward before the whole model does so for the first time",
     torch="`RuntimeError` at the forward of the model",
     torch_reports=r"^RuntimeError: FSDP state has already been lazily initialized for 0",
@@ -596,7 +570,6 @@ def part_runs_first(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    SECTION,
     "A list of modules in one group, without a sharded module around them",
     torch="`RuntimeError`: it requires a single root module",
     torch_reports=r"^RuntimeError: FSDP requires a single root module",

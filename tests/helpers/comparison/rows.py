@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,6 @@ from torch.torch_version import TorchVersion
 
 import composable_fsdp
 
-__all__ = ["LIBRARIES", "Library", "Row", "batch", "compare_gradients", "row", "seeded"]
-
 LIBRARIES: dict[str, Any] = {"torch": torch_fsdp, "here": composable_fsdp}
 Library = Any
 """A module with the public names of FSDP2."""
@@ -29,19 +28,13 @@ Program = Callable[[Library, DeviceMesh], str]
 class Row:
     """A program and the expected reports of its ranks.
 
-    Args:
-        section: the title of the table.
-        title: the description of the program.
-        program: the function.
-        torch: the description of the outcome on torch's FSDP2.
-        torch_reports: a pattern of the reports there. Reports are joined by ``" | "`` in the order of ranks.
-        here: the description of the outcome on this library.
-        our_reports: a pattern of the reports here.
-        reason: the reason for the difference.
-        ranks: the number of ranks.
-        needs: a package that the program imports and the test suite does not require.
-        mended_in: the version of torch from which on its outcome is ours; ``None`` if none is known.
-        since: the oldest version of torch on which the program has this outcome, of those that were tried.
+    ``section``: the title of the table. ``title``: the description of the program. ``program``: the function.
+    ``torch``: the description of the outcome on torch's FSDP2. ``torch_reports``: a pattern of the reports there.
+    Reports are joined by ``" | "`` in the order of ranks. ``here``: the description of the outcome on this library.
+    ``our_reports``: a pattern of the reports here. ``reason``: the reason for the difference. ``ranks``: the number of
+    ranks. ``needs``: a package that the program imports and the test suite does not require. ``mended_in``: the version
+    of torch from which on its outcome is ours; ``None`` if none is known. ``since``: the oldest version of torch on
+    which the program has this outcome, of those that were tried.
     """
 
     section: str
@@ -69,7 +62,6 @@ class Row:
 
 
 def row(
-    section: str,
     title: str,
     *,
     torch: str,
@@ -82,25 +74,17 @@ def row(
     mended_in: str = "",
     since: str = "2.11",
 ) -> Callable[[Program], Row]:
-    """Make a row of the decorated program."""
+    """Make a row of the decorated program, in the section that its module has."""
     mended = TorchVersion(mended_in) if mended_in else None
-    return lambda program: Row(
-        section,
-        title,
-        program,
-        torch,
-        torch_reports,
-        here,
-        our_reports,
-        reason,
-        ranks,
-        needs,
-        mended,
-        TorchVersion(since),
-    )
+    oldest = TorchVersion(since)
 
+    def made(program: Program) -> Row:
+        section = vars(sys.modules[program.__module__])["SECTION"]
+        return Row(
+            section, title, program, torch, torch_reports, here, our_reports, reason, ranks, needs, mended, oldest
+        )
 
-# -- parts of programs
+    return made
 
 
 def seeded(build: Callable[[], nn.Module]) -> Any:
@@ -123,10 +107,8 @@ def compare_gradients(
 ) -> str:
     """Return ``right`` if all gradients are those of the mean loss of all ranks, else the first difference.
 
-    Args:
-        model: sharded, after backward.
-        reference: unsharded, with the same values.
-        loss: a function from a model and a rank to the loss on the data of the rank.
+    ``model``: sharded, after backward. ``reference``: unsharded, with the same values. ``loss``: a function from a
+    model and a rank to the loss on the data of the rank.
     """
     world_size = dist.get_world_size()
     reference.zero_grad()

@@ -8,24 +8,8 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
+from tests.helpers.fuzz import programs as of
 from tests.helpers.fuzz.programs import (
-    ARRIVALS,
-    BACKWARDS,
-    BLOCKS,
-    BY_HAND,
-    FAILS,
-    FINISHES,
-    HIDDEN,
-    HOLDS,
-    INSIDE,
-    KEEPS,
-    LEAVES,
-    MODES,
-    OPTIMIZERS,
-    ORDERS,
-    RETURNS,
-    STEPS,
-    WHENS,
     Again,
     Block,
     Leaf,
@@ -39,8 +23,6 @@ from tests.helpers.fuzz.programs import (
     groups,
     node_infos,
 )
-
-__all__ = ["programs"]
 
 T = TypeVar("T")
 Draw = Callable[..., T]  # the type in hypothesis has more requirements than needed here
@@ -58,13 +40,13 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
     tensor_ranks = 1 if placing is None else placing.tensor_ranks
     mesh = draw(st.sampled_from(MESHES[world_size // tensor_ranks]))
     tree = completed(draw(_blocks(DEPTH, mesh[-1], is_root=True)))
-    steps = draw(st.lists(_steps(), min_size=1, max_size=STEPS))
+    steps = draw(st.lists(_steps(), min_size=1, max_size=of.STEPS))
     if not _is_sharded(tree):  # the last backward may not reach every root, which would then keep its gradients
         steps = [replace(step, hold="none") for step in steps]
     number = len(repr(tree))  # for what is not drawn, because additional draws would change all programs
     may_use_tangents = placing is None and "checkpoint" not in repr(tree)
     steps = [_varied(step, number, mesh, may_use_tangents=may_use_tangents) for step in steps]
-    hidden, context = (*HIDDEN, *["none"] * 3)[number // 3 % 6], _inside(repr(tree), steps)
+    hidden, context = (*of.HIDDEN, *["none"] * 3)[number // 3 % 6], _inside(repr(tree), steps)
     if placing is None and (hidden, context) == ("none", "nothing") and _can_be_split(tree):
         steps = [_split(step) for step in steps]
     return Program(
@@ -72,9 +54,9 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
         width=draw(st.sampled_from([2, 1, 3, 4, 5, 7])),
         mesh=mesh,
         placing=placing,
-        optimizer=draw(st.sampled_from(["sgd", *OPTIMIZERS])),
+        optimizer=draw(st.sampled_from(["sgd", *of.OPTIMIZERS])),
         feedback=_maybe(draw, st.just(True), False),
-        steps=tuple(steps[i % len(steps)] for i in range(STEPS)),
+        steps=tuple(steps[i % len(steps)] for i in range(of.STEPS)),
         by_seed=number % 3 == 0,
         hidden=hidden,
         inside=context,
@@ -84,7 +66,7 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
 @st.composite
 def _placings(draw: Draw) -> Placing:
     full = draw(st.sampled_from([True, True, False]))
-    arrival = draw(st.sampled_from(ARRIVALS)) if full else ARRIVALS[0]
+    arrival = draw(st.sampled_from(of.ARRIVALS)) if full else of.ARRIVALS[0]
     return Placing(tensor_ranks=draw(st.sampled_from([1, 2])) if full else 2, full=full, arrival=arrival)
 
 
@@ -127,10 +109,10 @@ def _precisions(draw: Draw) -> Precision:
 @st.composite
 def _leaves(draw: Draw, shards: int) -> Leaf:
     ignored = _maybe(draw, st.just(True), False, 16)
-    frozen = tuple(range(STEPS)) if ignored else _maybe(draw, SOME_STEPS, ())
+    frozen = tuple(range(of.STEPS)) if ignored else _maybe(draw, SOME_STEPS, ())
     borrows = _maybe(draw, st.just(True), False)
     return Leaf(
-        kind="linear" if borrows else draw(st.sampled_from(LEAVES)),
+        kind="linear" if borrows else draw(st.sampled_from(of.LEAVES)),
         size=draw(st.sampled_from([1, 2, 3, 5])),
         bias=draw(st.booleans()),
         dtype=_maybe(draw, st.sampled_from(DTYPES), "float64"),
@@ -139,7 +121,7 @@ def _leaves(draw: Draw, shards: int) -> Leaf:
         ignored=ignored,
         borrows=borrows,
         absent=_maybe(draw, SOME_STEPS, (), 10),
-        returns=_maybe(draw, st.sampled_from(RETURNS[1:]), "tensor"),
+        returns=_maybe(draw, st.sampled_from(of.RETURNS[1:]), "tensor"),
         uses_all=draw(st.booleans()),
         state=_states(draw, shards, 3),
     )
@@ -149,11 +131,11 @@ def _leaves(draw: Draw, shards: int) -> Leaf:
 def _blocks(draw: Draw, depth: int, shards: int, *, is_root: bool = False) -> Block:
     node = _nodes(depth - 1, shards)
     return Block(
-        kind=draw(st.sampled_from(BLOCKS)),
+        kind=draw(st.sampled_from(of.BLOCKS)),
         children=tuple(draw(st.lists(node, min_size=1, max_size=3))),
         times=draw(st.integers(2, 3)),
         absent=() if is_root else _maybe(draw, SOME_STEPS, (), 10),
-        returns=_maybe(draw, st.sampled_from(RETURNS[1:]), "tensor"),
+        returns=_maybe(draw, st.sampled_from(of.RETURNS[1:]), "tensor"),
         uses_all=draw(st.booleans()),
         together=_states(draw, shards),
         state=draw(st.sampled_from([ShardCall(), None]))
@@ -173,23 +155,23 @@ def _nodes(draw: Draw, depth: int, shards: int) -> Node:
 
 @st.composite
 def _steps(draw: Draw) -> Step:
-    evaluations = st.lists(st.tuples(st.sampled_from(WHENS), st.sampled_from(MODES)), min_size=1, max_size=2)
-    backwards = tuple(draw(st.lists(st.sampled_from(["all", *BACKWARDS]), min_size=1, max_size=3)))
+    evaluations = st.lists(st.tuples(st.sampled_from(of.WHENS), st.sampled_from(of.MODES)), min_size=1, max_size=2)
+    backwards = tuple(draw(st.lists(st.sampled_from(["all", *of.BACKWARDS]), min_size=1, max_size=3)))
     is_last = _maybe(draw, st.just(True), False)
     if is_last:  # an announced last backward must run: one output may need no gradient, but the sum of both does
         backwards = ("all", *backwards[1:-1], "all")[-len(backwards) :]
     return Step(
         backwards=backwards,
-        order=draw(st.sampled_from(["in turn", *ORDERS])) if len(backwards) > 1 else "in turn",
-        hold=_maybe(draw, st.sampled_from(HOLDS[1:-1]), "none", 3),
-        keep=_maybe(draw, st.sampled_from(KEEPS[1:]), "never", 3),
+        order=draw(st.sampled_from(["in turn", *of.ORDERS])) if len(backwards) > 1 else "in turn",
+        hold=_maybe(draw, st.sampled_from(of.HOLDS[1:-1]), "none", 3),
+        keep=_maybe(draw, st.sampled_from(of.KEEPS[1:]), "never", 3),
         is_last=is_last,
         evaluate=_maybe(draw, evaluations.map(tuple), (), 3),
         input_grad=draw(st.booleans()),
         abandoned=_maybe(draw, st.just(True), False, 8),
-        by_hand=_maybe(draw, st.sampled_from(BY_HAND[1:]), "nothing", 2),
+        by_hand=_maybe(draw, st.sampled_from(of.BY_HAND[1:]), "nothing", 2),
         reshard=_maybe(draw, st.booleans(), None, 6),
-        fails=_maybe(draw, st.sampled_from(FAILS[1:]), "never", 4),
+        fails=_maybe(draw, st.sampled_from(of.FAILS[1:]), "never", 4),
         fails_at=draw(st.integers(0, 4)),
         generate=_maybe(draw, st.just(True), False, 10),
     )
@@ -200,7 +182,7 @@ def _inside(tree: str, steps: Sequence[Step]) -> str:
     has_two = any({"twice", "first, then second"}.intersection(step.backwards) for step in steps)
     if "kind='checkpoint'" in tree and not has_two and len(tree) % 4:
         return "selective checkpoints"
-    others = [each for each in INSIDE if each != "selective checkpoints"]
+    others = [each for each in of.INSIDE if each != "selective checkpoints"]
     return others[len(tree) // 3 % len(others)]
 
 
@@ -245,7 +227,7 @@ def _varied(step: Step, number: int, mesh: tuple[int, ...], *, may_use_tangents:
     return replace(
         step,
         hold="all-reduce" if holds else step.hold,
-        finish=FINISHES[finish] if finish < len(FINISHES) else FINISHES[0],
+        finish=of.FINISHES[finish] if finish < len(of.FINISHES) else of.FINISHES[0],
         in_flight=in_flight,
         tangents=may_use_tangents and number % 5 == 0,
     )

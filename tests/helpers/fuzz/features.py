@@ -4,36 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from tests.helpers.fuzz.programs import (
-    ARRIVALS,
-    BACKWARDS,
-    BLOCKS,
-    BY_HAND,
-    FAILS,
-    FINISHES,
-    HIDDEN,
-    HOLDS,
-    INSIDE,
-    KEEPS,
-    LEAVES,
-    MODES,
-    OPTIMIZERS,
-    ORDERS,
-    RETURNS,
-    STEPS,
-    WHENS,
-    Again,
-    Block,
-    Leaf,
-    Program,
-    ShardCall,
-    Step,
-    borrowed,
-    groups,
-    node_infos,
-)
-
-__all__ = ["FEATURES", "features"]
+from tests.helpers.fuzz import programs as of
+from tests.helpers.fuzz.programs import Again, Block, Leaf, Program, ShardCall, Step, borrowed, groups, node_infos
 
 
 def _any_node(test: Callable[[Leaf | Block], object]) -> Callable[[Program], bool]:
@@ -78,21 +50,21 @@ def _lists(program: Program) -> Iterable[list[Leaf | Block]]:
 
 
 FEATURES: Mapping[str, Callable[[Program], bool]] = {
-    **{f"leaf {kind}": _kind(kind) for kind in LEAVES},
-    **{f"block {kind}": _kind(kind) for kind in BLOCKS},
-    **{f"returns {kind}": _any_node(lambda n, k=kind: n.returns == k) for kind in RETURNS},  # type: ignore[misc]
-    **{f"backward {kind}": _any_step(lambda s, k=kind: k in s.backwards) for kind in BACKWARDS},  # type: ignore[misc]
-    **{f"order {kind}": _any_step(lambda s, k=kind: s.order == k) for kind in ORDERS},  # type: ignore[misc]
-    **{f"hold {kind}": _any_step(lambda s, k=kind: s.hold == k) for kind in HOLDS},  # type: ignore[misc]
-    **{f"finish by {kind}": _any_step(lambda s, k=kind: s.finish == k) for kind in FINISHES},  # type: ignore[misc]
-    **{f"keep {kind}": _any_step(lambda s, k=kind: s.keep == k) for kind in KEEPS},  # type: ignore[misc]
-    **{f"by hand {kind}": _any_step(lambda s, k=kind: s.by_hand == k) for kind in BY_HAND},  # type: ignore[misc]
-    **{f"fails {kind}": _any_step(lambda s, k=kind: s.fails == k) for kind in FAILS},  # type: ignore[misc]
-    **{f"optimizer {kind}": (lambda p, k=kind: p.optimizer == k) for kind in OPTIMIZERS},  # type: ignore[misc]
+    **{f"leaf {kind}": _kind(kind) for kind in of.LEAVES},
+    **{f"block {kind}": _kind(kind) for kind in of.BLOCKS},
+    **{f"returns {kind}": _any_node(lambda n, k=kind: n.returns == k) for kind in of.RETURNS},  # type: ignore[misc]
+    **{f"backward {kind}": _any_step(lambda s, k=kind: k in s.backwards) for kind in of.BACKWARDS},  # type: ignore[misc]
+    **{f"order {kind}": _any_step(lambda s, k=kind: s.order == k) for kind in of.ORDERS},  # type: ignore[misc]
+    **{f"hold {kind}": _any_step(lambda s, k=kind: s.hold == k) for kind in of.HOLDS},  # type: ignore[misc]
+    **{f"finish by {kind}": _any_step(lambda s, k=kind: s.finish == k) for kind in of.FINISHES},  # type: ignore[misc]
+    **{f"keep {kind}": _any_step(lambda s, k=kind: s.keep == k) for kind in of.KEEPS},  # type: ignore[misc]
+    **{f"by hand {kind}": _any_step(lambda s, k=kind: s.by_hand == k) for kind in of.BY_HAND},  # type: ignore[misc]
+    **{f"fails {kind}": _any_step(lambda s, k=kind: s.fails == k) for kind in of.FAILS},  # type: ignore[misc]
+    **{f"optimizer {kind}": (lambda p, k=kind: p.optimizer == k) for kind in of.OPTIMIZERS},  # type: ignore[misc]
     **{
         f"evaluate {when}, {mode}": _any_step(lambda s, pair=(when, mode): pair in s.evaluate)  # type: ignore[misc]
-        for when in WHENS
-        for mode in MODES
+        for when in of.WHENS
+        for mode in of.MODES
     },
     **{
         f"reshard_after_forward {value}": _any_unit(lambda u, v=value: u.reshard is v)  # type: ignore[misc]
@@ -101,7 +73,7 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     **{f"{n}-d mesh": (lambda p, n=n: len(p.mesh) == n) for n in (1, 2)},  # type: ignore[misc]
     **{
         f"dp_mesh_dims, gradients {kind}": _full_mesh(lambda p, k=kind: p.placing.arrival == k)  # type: ignore[misc]
-        for kind in ARRIVALS
+        for kind in of.ARRIVALS
     },
     "dp_mesh_dims, sgd": _full_mesh(lambda p: p.optimizer == "sgd"),
     **{f"dp_mesh_dims, {n}-d data mesh": _full_mesh(lambda p, n=n: len(p.mesh) == n) for n in (1, 2)},  # type: ignore[misc]
@@ -110,11 +82,11 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "tensor-parallel sums with reduce_dtype": lambda p: (
         p.tensor_ranks > 1 and any(state.precision.reduce for state in groups(p.tree).values())
     ),
-    **{f"hidden states in {kind}": (lambda p, k=kind: p.hidden == k) for kind in HIDDEN},  # type: ignore[misc]
+    **{f"hidden states in {kind}": (lambda p, k=kind: p.hidden == k) for kind in of.HIDDEN},  # type: ignore[misc]
     "hidden states that are cast": lambda p: (
         p.hidden != "none" and any(u.precision.param and u.precision.cast_inputs for u in groups(p.tree).values())
     ),
-    **{f"inside {kind}": (lambda p, k=kind: p.inside == k) for kind in INSIDE},  # type: ignore[misc]
+    **{f"inside {kind}": (lambda p, k=kind: p.inside == k) for kind in of.INSIDE},  # type: ignore[misc]
     "selective checkpoint of groups": lambda p: (
         p.inside == "selective checkpoints"
         and any(
@@ -142,9 +114,9 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "output not used": _any_node(lambda n: not n.uses_all and n.returns not in ("tensor", "view")),
     "module shared": lambda p: any(info.target is not None for info in node_infos(p.tree)),
     "parameter tied": _any_unit(lambda u: u.tied),
-    "took no part": _any_node(lambda n: 0 < len(n.absent) < STEPS),
-    "frozen": _any_leaf(lambda n: len(n.frozen) == STEPS),
-    "frozen and thawed": _any_leaf(lambda n: 0 < len(n.frozen) < STEPS),
+    "took no part": _any_node(lambda n: 0 < len(n.absent) < of.STEPS),
+    "frozen": _any_leaf(lambda n: len(n.frozen) == of.STEPS),
+    "frozen and thawed": _any_leaf(lambda n: 0 < len(n.frozen) < of.STEPS),
     "partly frozen": _any_leaf(lambda n: n.frozen and n.part != "all"),
     "ignored": _any_leaf(lambda n: n.ignored),
     "one row": _any_leaf(lambda n: n.kind in ("thin", "table", "conv", "idle") and n.size == 1),
@@ -162,7 +134,7 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "list of modules": lambda p: any(_lists(p)),
     "list of blocks": lambda p: any(any(isinstance(n, Block) for n in nodes) for nodes in _lists(p)),
     "list that is a root": lambda p: any(info.is_listed and info.state == info.root for info in node_infos(p.tree)),
-    "took no part in its list": lambda p: any(any(0 < len(n.absent) < STEPS for n in nodes) for nodes in _lists(p)),
+    "took no part in its list": lambda p: any(any(0 < len(n.absent) < of.STEPS for n in nodes) for nodes in _lists(p)),
     "parameter of another group": lambda p: bool(borrowed(p.tree)),
     "one unit": lambda p: len(groups(p.tree)) == 1,
     "several units": lambda p: len(groups(p.tree)) > 1,

@@ -21,24 +21,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, borrowed, groups, node_infos
 
-__all__ = [
-    "BlockModule",
-    "Clock",
-    "Hidden",
-    "LeafModule",
-    "Pair",
-    "Part",
-    "add",
-    "build",
-    "first_and_rest",
-    "freeze",
-    "in_order",
-    "parts",
-    "randomise",
-    "states",
-]
-
-
 Hidden = list[torch.Tensor] | dict[str, torch.Tensor]
 """A container of hidden states."""
 

@@ -56,8 +56,6 @@ from tests.helpers.fuzz.run import (
 )
 from tests.helpers.threads import run_in_threads
 
-__all__ = ["differences"]
-
 TOLERANCES = {"float64": (1e-9, 1e-11), "float32": (1e-4, 1e-5), "bfloat16": (0.05, 0.1)}
 """Relative and absolute tolerances, by the coarsest dtype of a program.
 

@@ -51,22 +51,6 @@ from tests.helpers.fuzz.model import (
 )
 from tests.helpers.fuzz.programs import Leaf, Placing, Program, ShardCall, Step, groups
 
-__all__ = [
-    "OPTIMIZERS",
-    "SEED",
-    "Driver",
-    "Run",
-    "TrainingFactory",
-    "construct_in_order",
-    "dtype_of",
-    "has_dim",
-    "inside",
-    "mesh_of",
-    "play",
-    "train_sharded",
-    "training_factories",
-]
-
 BATCH = 3
 SEED = 7
 """The seed of initialisation."""

@@ -26,8 +26,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-__all__ = ["DEVICE", "build", "register"]
-
 DEVICE = "simulated"
 BACKEND = "simulated_gloo"
 SOURCE = Path(__file__).with_name("device.cpp")

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from tests.helpers.known_watchdog import known_watchdog
 from tests.helpers.mesh_caches import forget_meshes
 
-__all__ = ["reset"]
-
 _stores: list[dist.Store] = []
 """The store of the default process group, once :func:`reset` has replaced it."""
 
@@ -23,13 +21,10 @@ _stores: list[dist.Store] = []
 def reset(number: int, path: Sequence[str], directory: str) -> None:
     """Reset global state. This is a job of its own: every rank has then finished with the groups destroyed here.
 
-    Args:
-        number: the number of the call, the same on all ranks.
-        path: what ``sys.path`` becomes.
-        directory: what the working directory becomes.
+    ``number``: the number of the call, the same on all ranks. ``path``: what ``sys.path`` becomes. ``directory``: what
+    the working directory becomes.
 
-    Raises:
-        RuntimeError: an earlier function has destroyed the default process group.
+    Raises ``RuntimeError``: an earlier function has destroyed the default process group.
     """
     if not dist.is_initialized():
         raise RuntimeError("an earlier function has destroyed the default process group")

@@ -23,8 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-__all__ = ["Process", "Template", "serve"]
-
 _MOST_DESCRIPTORS = 8
 _LENGTH = struct.Struct("=I")
 
@@ -32,10 +30,9 @@ _LENGTH = struct.Struct("=I")
 class Template:
     """The caller's end of a template. Final.
 
-    Args:
-        boot: a Python program that calls :func:`serve` with the number that is its last argument.
-        environment: the environment of the template. What libraries read from it at import stays as it is.
-        timeout: seconds after which a template that does not answer is abandoned.
+    ``boot``: a Python program that calls :func:`serve` with the number that is its last argument. ``environment``: the
+    environment of the template. What libraries read from it at import stays as it is. ``timeout``: seconds after which
+    a template that does not answer is abandoned.
     """
 
     def __init__(self, boot: str, environment: Mapping[str, str], timeout: float) -> None:
@@ -120,8 +117,7 @@ class Process:
 def serve(descriptor: int, run: Callable[..., None]) -> None:
     """Run the template: fork processes that call ``run``, until the other end of the socket ``descriptor`` is closed.
 
-    Args:
-        run: called with the arguments of the request, and as ``pipe`` with the descriptor that came with it.
+    ``run``: called with the arguments of the request, and as ``pipe`` with the descriptor that came with it.
     """
     gc.collect()
     gc.freeze()  # otherwise the first collection of every child would write to all pages, and so copy them
