@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 from tests.helpers.behaviour_report import Case, Result, check_ids, load_sections, render
+from tests.helpers.sharding import single_rank
 
 SECTIONS = load_sections(Path(__file__).with_name("behaviours.toml"))
 
@@ -35,6 +36,20 @@ def device_of_torch() -> Iterator[None]:
     """Check that a test leaves no simulated device: patches that end in another order than they began do."""
     yield
     assert torch.cpu.Stream is STREAM_OF_TORCH
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A gloo group with this process as its only rank, for a file."""
+    with single_rank():
+        yield
+
+
+@pytest.fixture
+def own_rank() -> Iterator[None]:
+    """The same, for one test."""
+    with single_rank():
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

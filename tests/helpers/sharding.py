@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing import assert_close
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import FSDPModule
 from tests._internals import Bucket, InPlaceBucket, mesh, state_of
@@ -32,6 +33,16 @@ def single_rank() -> Iterator[None]:
         dist.destroy_process_group()
         mesh.known_meshes()  # drops those of the group; they and the caches keep its threads, which wake all the time
         forget_meshes()
+
+
+@contextmanager
+def fake_ranks(size: int, rank: int = 0) -> Iterator[None]:
+    """Initialize a group of ``size`` ranks whose collectives send nothing, of which only this process exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def sharded(module: nn.Module) -> FSDPModule:

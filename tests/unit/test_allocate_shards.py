@@ -7,23 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard, to_empty
 from tests._internals import Bucket, state_of
+from tests.helpers.sharding import fake_ranks
 
 RANKS = 4
 WAYS = {"method": lambda m: m.to_empty(device="cpu"), "function": lambda m: to_empty(m, device="cpu")}
 
 
 @pytest.fixture(autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    yield
-    dist.destroy_process_group()
+def ranks() -> Iterator[None]:
+    with fake_ranks(RANKS):
+        yield
 
 
 class Follower(nn.Linear):

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
 from tests._internals import AllGather, CachedPart, OwnedBuffer, Pooled, TensorShards, cached_message, plan_gather
 from tests.helpers.fake_world import FakeCommunicator, FakeWorld
+from tests.helpers.sharding import fake_ranks
 
 RANKS = 2
 
@@ -112,8 +111,7 @@ def test_messages_are_allocated_by_the_latest_chosen_allocator(monkeypatch: pyte
         return allocate(self, numel, *args)
 
     monkeypatch.setattr(Pooled, "allocate", noting)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    try:
+    with fake_ranks(RANKS):
         model: Any = fully_shard(nn.Linear(8, 8))
         for chosen in (False, True, False):
             model.set_allocate_memory_from_process_group_for_comm(chosen)
@@ -121,5 +119,3 @@ def test_messages_are_allocated_by_the_latest_chosen_allocator(monkeypatch: pyte
             model(torch.ones(1, 8))
             model.reshard()
             assert bool(pooled) is chosen
-    finally:
-        dist.destroy_process_group()

@@ -8,14 +8,13 @@ from weakref import ref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ForwardRecord, ParamGroup, schedule, state_of
+from tests.helpers.sharding import fake_ranks
 
 RANKS, WIDTH = 4, 512
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -23,11 +22,8 @@ LAYER_BYTES = WIDTH * WIDTH * 4
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    try:
+    with fake_ranks(RANKS):
         yield init_device_mesh("cpu", (RANKS,))
-    finally:
-        dist.destroy_process_group()
 
 
 def peak_of(step: Callable[[], object]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,8 @@ from torch import nn
 
 from composable_fsdp import checkpoint, fully_shard
 from tests._internals import FSDPState
-from tests.helpers.sharding import single_rank
 
-pytestmark = pytest.mark.behaviour("F-01")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = [pytest.mark.behaviour("F-01"), pytest.mark.usefixtures("one_rank")]
 
 
 def count_preparations(monkeypatch: pytest.MonkeyPatch, operation: Callable[[], object]) -> int:

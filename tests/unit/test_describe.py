@@ -20,6 +20,7 @@ from composable_fsdp import MixedPrecisionPolicy, ShardingStrategy, describe, fu
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.wrap import by_class
 from tests.helpers.models import Block, Chain, Transformer
+from tests.helpers.sharding import fake_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 F32, BF16 = torch.float32, torch.bfloat16
@@ -27,9 +28,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def eight_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(8):
+        yield
 
 
 @pytest.mark.behaviour("B-01", "A-10")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import MeshError, ParameterError
 from tests._internals import data_parallel_axes, full_mesh, like, on_other_accelerators, shard_over_axes
-from tests.helpers.sharding import single_rank
 
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.behaviour("A-13")

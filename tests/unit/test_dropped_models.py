@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 from weakref import ref
 
@@ -14,13 +13,8 @@ from torch import nn
 from composable_fsdp import fully_shard
 from tests.helpers.dropped_models import CASES, remaining_objects
 from tests.helpers.fresh_process import run_program
-from tests.helpers.sharding import single_rank
 
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.behaviour("C-03")

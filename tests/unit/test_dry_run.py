@@ -6,26 +6,23 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import Hook, Replay, Root, StepRecorder, dry_run, events_of, root_of, state_of
-from tests.helpers.sharding import sharded
+from tests.helpers.sharding import fake_ranks, sharded
 
 RANKS, WIDTH = 4, 8
 
@@ -124,15 +121,6 @@ def build(drawn: Drawn) -> FSDPModule:
     return model
 
 
-@contextmanager
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def play(model: FSDPModule, drawn: Drawn) -> Recorder:
     with Recorder() as recorder:
         assert isinstance(model, nn.Module)
@@ -226,7 +214,7 @@ MODELS = int(os.environ.get("DRY_RUN_MODELS", "100"))
 @given(models())
 def test_steady_iterations_perform_what_their_dry_runs_say(drawn: Drawn) -> None:
     """The dry run of one step, and one of three steps in a row, which begins with the state before the first."""
-    with fake_ranks():
+    with fake_ranks(RANKS):
         model = build(drawn)
         recorder = StepRecorder.of(root_below(model))
         optimizer = SGD(model.parameters(), 0.1)  # type: ignore[attr-defined]
@@ -255,7 +243,7 @@ def test_steady_iterations_perform_what_their_dry_runs_say(drawn: Drawn) -> None
 
 
 def test_the_schedule_before_a_first_backward_has_the_forward_only() -> None:
-    with fake_ranks():
+    with fake_ranks(RANKS):
         drawn = Drawn(((8, True, True), (8, True, True)), (), False, (0, 1), 1, None, 0, False, None, True, True, False)
         model = build(drawn)
         assert not model.schedule().steps
@@ -316,7 +304,7 @@ def chosen(**options: int | None) -> Callable[[Any], object]:
 
 @pytest.fixture
 def ranks() -> Iterator[None]:
-    with fake_ranks():
+    with fake_ranks(RANKS):
         yield
 
 
@@ -465,5 +453,5 @@ def calls_per_group(groups: int) -> float:
 
 
 def test_host_work_is_linear_in_the_number_of_fused_groups() -> None:
-    with fake_ranks():
+    with fake_ranks(RANKS):
         assert calls_per_group(64) < 1.2 * calls_per_group(16)

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -18,13 +17,9 @@ from torch.optim import Optimizer
 
 from composable_fsdp import fully_shard, local_optimizer
 from composable_fsdp.errors import ConfigurationError, LifecycleError
-from tests.helpers.sharding import full_value, single_rank
+from tests.helpers.sharding import full_value
 
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("own_rank")
 
 
 def sharded(*sizes: int) -> list[nn.Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -37,13 +37,9 @@ from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, MeshEr
 from tests._internals import default_mesh
 from tests.helpers.fresh_process import run_program
 from tests.helpers.refusals import assert_refused
-from tests.helpers.sharding import sharded, single_rank
+from tests.helpers.sharding import sharded
 
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class WithScalar(nn.Module):

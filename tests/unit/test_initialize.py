@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,8 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import fully_shard, to_empty
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from tests._internals import entries_of
-from tests.helpers.sharding import single_rank
 
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Tied(nn.Module):

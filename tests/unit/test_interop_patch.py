@@ -17,18 +17,11 @@ from torch import nn
 import composable_fsdp as ours
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.interop import allow_fsdp_on_cpu, patch_torch
-from tests.helpers.sharding import single_rank
 
-pytestmark = pytest.mark.behaviour("I-01")
+pytestmark = [pytest.mark.behaviour("I-01"), pytest.mark.usefixtures("one_rank")]
 
 ORIGINAL = (torch_fsdp.fully_shard, torch_fsdp.register_fsdp_forward_method, torch_fsdp.share_comm_ctx)
 TORCH = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed.fsdp._fully_shard")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 @pytest.fixture

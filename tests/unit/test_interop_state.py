@@ -7,7 +7,6 @@ import copy
 import gc
 import re
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,17 +26,10 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share
 from composable_fsdp.errors import MissingNameError, UnsupportedError
 from composable_fsdp.policies import ReshardKind
 from tests._internals import ClientState, ParameterState, state_of
-from tests.helpers.sharding import single_rank
 
-pytestmark = pytest.mark.behaviour("I-01")
+pytestmark = [pytest.mark.behaviour("I-01"), pytest.mark.usefixtures("one_rank")]
 
 torch_state: Any = torch_fsdp.fully_shard.state  # type: ignore[attr-defined]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 def chain() -> Any:

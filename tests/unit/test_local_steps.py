@@ -7,7 +7,7 @@ import gc
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -19,13 +19,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from composable_fsdp import fully_shard, local_optimizer, offload_optimizer, owner_step, set_local_steps
 from composable_fsdp.errors import ConfigurationError
-from tests.helpers.sharding import single_rank
 
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("own_rank")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,8 @@ from composable_fsdp import DataParallelMeshDims, fully_shard
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, MeshError, ParameterError
 from tests._internals import ModelParallel, ShardPlacementResult, named_data_parallel_axes
 from tests.helpers.refusals import assert_refused
-from tests.helpers.sharding import single_rank
 
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def mesh_of(*names: str) -> DeviceMesh:

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp import fully_shard
 from tests._internals import AllGatherBuffers, Collective, group_by_key, pack_messages
 from tests.helpers.fake_world import FakeWorld
+from tests.helpers.sharding import fake_ranks
 
 HOST = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
@@ -88,14 +87,11 @@ class ChunkCats(TorchDispatchMode):
 def rows_of_gradients(rows: int, columns: int) -> list[torch.Tensor]:
     """Train a linear layer on the first of 4 ranks, and return the rows that one operation writes, with NaN before."""
     cats = ChunkCats()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with fake_ranks(4):
         model = nn.Linear(columns, rows)
         fully_shard(model)
         with cats:
             (model(torch.ones(1, columns)) * torch.arange(1.0, rows + 1)).sum().backward()
-    finally:
-        dist.destroy_process_group()
     return cats.rows
 
 

@@ -18,16 +18,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import LifecycleError
-from tests.helpers.sharding import single_rank
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 TORCH_LOOP = nn.Module._call_impl.__code__
 BATCH = torch.arange(8.0).view(2, 4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 def sharded() -> Any:

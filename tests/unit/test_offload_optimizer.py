@@ -26,16 +26,12 @@ from composable_fsdp.checkpoint import load, save
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from tests._internals import is_host, optimizer_offloads
 from tests.helpers.host_as_device import host_as_device, offload
-from tests.helpers.sharding import assert_exact, full_value, single_rank
+from tests.helpers.sharding import assert_exact, full_value
+
+pytestmark = pytest.mark.usefixtures("own_rank")
 
 BUCKET = 3000
 """Bytes of a bucket: some parameters share one, and some are larger."""
-
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,10 @@ from math import prod
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests._internals import (
     AxisCut,
@@ -32,6 +30,7 @@ from tests._internals import (
     replicas_together,
     tiling_of,
 )
+from tests.helpers.sharding import fake_ranks
 
 LLAMA_70B = 80 * [*2 * [(8192, 8192)], *2 * [(1024, 8192)], *2 * [(28672, 8192)], (8192, 28672)]
 """The matrices of the layers of a Llama of 70 B parameters."""
@@ -72,8 +71,7 @@ def test_a_70b_model_is_sent_in_balanced_buckets() -> None:
 @pytest.mark.parametrize("shape", [(8,), (2, 8)])
 def test_matrices_that_exceed_bucket_bytes_are_computed_together(shape: tuple[int, ...]) -> None:
     """A bucket of one matrix would be computed by one rank, while all others wait."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=prod(shape))
-    try:
+    with fake_ranks(prod(shape)):
         mesh = init_device_mesh("cpu", shape)
         placements = [*[Replicate()] * (len(shape) - 1), Shard(0)]
         parameters = [distribute_tensor(torch.zeros(64, 32), mesh, placements) for _ in range(8)]
@@ -81,8 +79,6 @@ def test_matrices_that_exceed_bucket_bytes_are_computed_together(shape: tuple[in
         ((exchange, _),) = make_exchanges(parameters, lambda _: [Unit((slot,), (slot,), 1.0)], bucket_bytes=slot.nbytes)
         assert len(exchange.buckets) == 1
         assert sorted(exchange.owners) == [*range(8)]
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_plan_is_made_once_and_keeps_its_parameters() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,13 @@ from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.errors import MissingNameError, UnsupportedError
 from tests._internals import state_of
 from tests.helpers.fresh_process import run_program
-from tests.helpers.sharding import sharded, single_rank
+from tests.helpers.sharding import sharded
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 MOST_NAMES = 47
 MOST_METHODS = 32
 """Those that modules have without sharding, such as ``zero_grad``, do not count."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 def methods_of(kind: type) -> set[str]:

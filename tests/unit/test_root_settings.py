@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -15,13 +15,9 @@ from composable_fsdp import fully_shard, no_sync
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 from tests._internals import _MOST_FORWARDS, root_of, state_of
 from tests.helpers.models import Chain
-from tests.helpers.sharding import sharded, single_rank
+from tests.helpers.sharding import sharded
 
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def onto_meta(layer: Any) -> None:

@@ -7,25 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard, sharded_rng, unsharded_params
 from composable_fsdp.errors import LifecycleError, UnsupportedError
 from tests._internals import ParameterState, root_of, state_of
+from tests.helpers.sharding import fake_ranks
 
 WIDTH = 8
 
 
 @pytest.fixture(params=[0, 1])
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
-    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=2)
-    yield request.param
-    dist.destroy_process_group()
+    with fake_ranks(2, request.param):
+        yield request.param
 
 
 class Skipping(nn.Module):

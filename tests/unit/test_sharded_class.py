@@ -6,7 +6,7 @@ import abc
 import inspect
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -17,15 +17,10 @@ from torch import nn
 from composable_fsdp import FSDPModule, GradientReductionHandle, UnshardHandle, fully_shard, share_comm_ctx
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from tests._internals import CommStream, root_of, state_of
-from tests.helpers.sharding import single_rank
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 T = TypeVar("T")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 class Generically(nn.Module, Generic[T]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.helpers.sharding import assert_exact, sharded, single_rank, values_of
+from tests.helpers.sharding import assert_exact, sharded, values_of
 
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Zoo(nn.Module):

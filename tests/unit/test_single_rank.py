@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,13 +24,9 @@ from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import backend_capabilities
 from tests.helpers.models import Task, seeded, squared_error, vectors
-from tests.helpers.sharding import adamw, assert_exact, initialise, sharded, single_rank, train_and_compare, values_of
+from tests.helpers.sharding import adamw, assert_exact, initialise, sharded, train_and_compare, values_of
 
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("own_rank")
 
 
 class Spy(nn.Module):

@@ -15,15 +15,15 @@ from composable_fsdp import DataParallelMeshDims, ShardingStrategy
 from composable_fsdp.errors import ConfigurationError, MeshError
 from composable_fsdp.plan import ACCELERATORS
 from tests._internals import KnownAccelerator, StrategyName, as_strategy, default_mesh, resolve_strategy
+from tests.helpers.sharding import fake_ranks
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
 
 @pytest.fixture(autouse=True)
 def eight_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(8):
+        yield
 
 
 def test_types_of_words_have_the_known_words() -> None:

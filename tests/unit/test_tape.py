@@ -8,25 +8,21 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import ParameterError
 from tests._internals import Pass, StepRecorder, dry_run, root_of, state_of
+from tests.helpers.sharding import fake_ranks
 
 WIDTH, NAMES = 16, "abc"
 
 
 @pytest.fixture(autouse=True)
 def ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with fake_ranks(2):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 class Chain(nn.Module):

@@ -37,15 +37,10 @@ from composable_fsdp.errors import (
 )
 from tests._internals import data_parallel_axes, explanation_of, warn_without_cpu_backend
 from tests.helpers.fresh_process import run_program
-from tests.helpers.sharding import single_rank
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 X = torch.ones(2, 4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 class Encoder(nn.Module):

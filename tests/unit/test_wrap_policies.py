@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,8 @@ from composable_fsdp.wrap import by_class, by_size, every_module, transformer_bl
 from tests._internals import Group, Scope, as_wrap_policy, plan_groups, state_of
 from tests.helpers.models import Block as TransformerBlock
 from tests.helpers.models import Chain, Transformer
-from tests.helpers.sharding import single_rank
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 OPTIONS = {"reshard_after_forward", "mesh", "strategy"}
 BYTES = 4
@@ -276,12 +276,6 @@ def test_invalid_policies_are_refused(policy: object, message: str) -> None:
 def test_sizes_must_be_positive_ints(value: int) -> None:
     with pytest.raises(ConfigurationError, match=f"by_size takes a positive number of parameters, not {value}."):
         by_size(value)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    with single_rank():
-        yield
 
 
 @pytest.mark.behaviour("B-01")
