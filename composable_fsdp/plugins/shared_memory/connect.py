@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import select
 import socket
-import struct
-import sys
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,21 +36,26 @@ unsharded parameters in shared memory.
 MODES = ("0", "1", "copy")
 """The words that it may have. ``1`` is the default."""
 
-_HELLO = struct.Struct("=16si")
 _MOST_SECONDS = 30.0
-_MOST_SILENT_SECONDS, _MOST_SILENT = 1.0, 64
-"""For how long, and how many, connections may be open that have said nothing. Any user of the host can open one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """How to reach a rank. ``host`` is empty if it does not use shared memory."""
+    """How to reach a rank.
+
+    Args:
+        host: its host, empty if it does not use shared memory.
+        addresses: those of its sockets: one for each lower rank, to which it connects, and the one that listens.
+        process: its process id.
+        copies: it shares memory for messages only.
+        error: why it has no sockets or no shared memory.
+    """
 
     host: str
-    address: bytes
-    secret: bytes
+    addresses: tuple[bytes, ...]
     process: int
     copies: bool
+    error: str
 
 
 def host_identity() -> str:
@@ -104,107 +105,65 @@ def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[RankInfo]] | Non
             f"the environment variable {SWITCH} is one of {', '.join(map(repr, MODES))}, not {mode!r}: '0' uses "
             "sockets between ranks of one host, 'copy' shares memory for messages only."
         )
+    rank, host = dist.get_rank(group), host_identity() if mode != "0" else ""
+    own, sockets = list[socket.socket](), dict[int, socket.socket]()
     with ExitStack() as stack:
-        listener = _listener(stack) if mode != "0" else None
-        host = host_identity() if listener is not None else ""
-        address = listener.getsockname() if listener is not None else b""
-        copies = mode == "copy"
-        info = RankInfo(host, address, secrets.token_bytes(16), os.getpid(), copies)
-        infos = gather_objects(info, group)
-        if listener is None or not host or any(each.host != host for each in infos):
+        stack.callback(lambda: [each.close() for each in (*own, *sockets.values())])
+        error = _error_text(lambda: _open(own, rank)) if host else ""
+        addresses = tuple(each.getsockname() for each in own)
+        infos = gather_objects(RankInfo(host, addresses, os.getpid(), mode == "copy", error), group)
+        if not host or any(each.host != host for each in infos):
             return None
-        rank, sockets = dist.get_rank(group), dict[int, socket.socket]()
-        errors = gather_objects(_error_text(lambda: Segment(1)), group)  # raises if shared memory is unavailable
+        errors = [each.error for each in infos]
         if not any(errors):
-            errors = gather_objects(_error_text(lambda: meet_peers(listener, infos, rank, sockets)), group)
-    if any(errors):
-        for each in sockets.values():
-            each.close()
-        if rank == 0:
-            _warn(errors)
-        return None
+            errors = gather_objects(_error_text(lambda: meet_peers(own, infos, sockets)), group)
+        if any(errors):
+            if rank == 0:
+                _warn(errors)
+            return None
+        own[rank].close()
+        stack.pop_all()
     return ShmSocket(dict(sorted(sockets.items()))), infos
 
 
-def _listener(stack: ExitStack) -> socket.socket | None:
-    """Return a listening socket, or ``None`` if shared memory is unavailable."""
-    if not sys.platform.startswith("linux"):
-        return None
-    with suppress(OSError):
-        listener = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
-        listener.bind("")
-        listener.listen(socket.SOMAXCONN)
-        listener.setblocking(False)
-        return listener
-    return None
+def _open(own: list[socket.socket], rank: int) -> None:
+    """Append a socket for each lower rank to ``own``, and one that listens. Raise ``OSError`` if there is no memory."""
+    for _ in range(rank + 1):
+        own.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        own[-1].setblocking(False)
+        own[-1].bind("")
+    own[rank].listen(socket.SOMAXCONN)
+    Segment(1)  # raises if shared memory is unavailable
 
 
-def meet_peers(listener: socket.socket, infos: list[RankInfo], rank: int, sockets: dict[int, socket.socket]) -> None:
-    """Connect to all lower ranks, and accept the connections of all higher ones into ``sockets``.
+def meet_peers(own: Sequence[socket.socket], infos: Sequence[RankInfo], sockets: dict[int, socket.socket]) -> None:
+    """Connect to all lower ranks, and accept the connections of all higher ones, into ``sockets`` by rank.
 
-    Others are dropped: those that do not know the secret, and those that say nothing. Peers are served meanwhile, and
-    try again while a listener's queue is full. A peer speaks as soon as it has connected.
+    A connection is from a peer if its address is one that the peer has bound for this rank. All others are closed: any
+    user of the host can make them.
 
     Raises:
-        OSError: no socket can be opened, or a peer has not come within ``_MOST_SECONDS``.
+        OSError: a socket cannot connect, or a peer has not come within ``_MOST_SECONDS``.
     """
-    lower, silent = list(range(rank)), dict[socket.socket, float]()
-    end = time.monotonic() + _MOST_SECONDS
-    with ExitStack() as stack:
-        stack.callback(lambda: deque(map(socket.socket.close, silent), 0))
-        while len(sockets) < len(infos) - 1:
-            if time.monotonic() > end:
-                missing = [peer for peer in range(len(infos)) if peer != rank and peer not in sockets]
-                raise OSError(errno.ETIMEDOUT, f"ranks {missing} of the group did not connect")
-            lower = [peer for peer in lower if not _reach(infos[peer], peer, rank, sockets)]
-            with suppress(BlockingIOError):
-                for _ in range(_MOST_SILENT):
-                    connection, _ = listener.accept()
-                    connection.setblocking(False)
-                    silent[connection] = time.monotonic() + _MOST_SILENT_SECONDS
-            for newer, (connection, limit) in zip(range(len(silent) - 1, -1, -1), list(silent.items()), strict=True):
-                hello = _received(connection)
-                if hello is None and newer < _MOST_SILENT and time.monotonic() < limit:
-                    continue
-                del silent[connection]
-                known, peer = _HELLO.unpack((hello or b"").ljust(_HELLO.size, b"\0"))
-                is_peer = secrets.compare_digest(known, infos[rank].secret) and rank < peer < len(infos)
-                if is_peer and peer not in sockets:
-                    sockets[peer] = connection
-                else:
-                    connection.close()
-            if len(sockets) < len(infos) - 1:
-                poll = select.poll()
-                for each in (listener, *silent):
-                    poll.register(each, select.POLLIN)
-                poll.poll(10 if lower else 100)
-
-
-def _reach(info: RankInfo, peer: int, rank: int, sockets: dict[int, socket.socket]) -> bool:
-    """Connect to ``peer``. Return ``False`` if its queue is full."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.setblocking(False)
-    try:
-        connection.connect(info.address)
-        connection.send(_HELLO.pack(info.secret, rank))
-    except (BlockingIOError, BrokenPipeError, ConnectionResetError):
-        connection.close()
-        return False
-    except OSError:
-        connection.close()
-        raise
-    sockets[peer] = connection
-    return True
-
-
-def _received(connection: socket.socket) -> bytes | None:
-    """Return the first message of ``connection``, empty if it has ended, or ``None`` if it has said nothing so far."""
-    try:
-        return connection.recv(_HELLO.size)
-    except BlockingIOError:
-        return None
-    except ConnectionResetError:
-        return b""
+    rank, end = len(own) - 1, time.monotonic() + _MOST_SECONDS
+    expected = {infos[peer].addresses[rank]: peer for peer in range(rank + 1, len(infos))}
+    poll = select.poll()
+    poll.register(own[rank], select.POLLIN)
+    while missing := [peer for peer in range(len(infos)) if peer != rank and peer not in sockets]:
+        if time.monotonic() > end:
+            raise OSError(errno.ETIMEDOUT, f"ranks {missing} of the group did not connect")
+        for peer in missing:
+            with suppress(BlockingIOError):  # the queue of its socket is full
+                if peer < rank:
+                    own[peer].connect(infos[peer].addresses[peer])
+                    sockets[peer] = own[peer]
+        if len(sockets) < len(infos) - 1 and poll.poll(10):
+            connection, address = own[rank].accept()
+            if address in expected:
+                connection.setblocking(False)
+                sockets[expected[address]] = connection
+            else:
+                connection.close()
 
 
 def _error_text(attempt: Callable[[], object]) -> str:
