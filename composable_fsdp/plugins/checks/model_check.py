@@ -1,14 +1,22 @@
-"""The check that all ranks built the same model and started from the same values."""
+"""The check that all ranks built the same model and started from the same values.
+
+Two mistakes raise no error but train a wrong model. If ranks built different values, they hold shards of different
+models. If ranks ran the same random initialization with the same seed on their shards, they hold copies of one shard.
+
+The message that compares models has a fixed size, so it has a summary of samples of the values. Details are exchanged
+only if the summaries show a mistake.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from hashlib import blake2b
+from io import BytesIO
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 from torch import nn
@@ -22,37 +30,53 @@ from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, state_of_parameter
 from composable_fsdp.errors import DivergenceError, ParameterError
 
-# -- Samples of parameters and shards, by which the initial values of ranks are compared
-#
-# Two mistakes raise no error but train a wrong model. If ranks built different values, they hold shards of different
-# models. If ranks ran the same random initialization with the same seed on their shards, they hold copies of one shard.
-#
-# Invariant: a rank's :class:`Facts` have a fixed size, so that they fit into the message that compares models. Details
-# are exchanged only if the facts disagree.
-
 SAMPLED = 64
 """The number of elements compared per tensor."""
 _SLOTS = 32
 _MIN_DISTINCT = 8
 """The number of distinct values from which a sample looks random. Tables of a few constants have fewer."""
-_CHANGED, _ANY = "changed", "any"
-"""Words in start details: the shard has changed since it was cut, or does not depend on the initial values."""
+_CHANGED, _UNKNOWN, _ANY = "changed", "unknown", "any"
+"""Starting values of a shard that has changed since it was cut, of one that was not sampled, and of one that does not
+depend on them.
+"""
+
+_starts: WeakKeyDictionary[ShardedParameter, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
+"""Samples of parameters and of this rank's shards, taken when the parameters were sharded, until they are compared."""
 
 
-class Start(NamedTuple):
-    """Samples of a parameter and of this rank's shard, taken when the parameter was sharded."""
+class Values(NamedTuple):
+    """What ranks compare of the values of one parameter.
 
-    whole: torch.Tensor
-    shard: torch.Tensor
+    Args:
+        name: name, the same on all ranks.
+        start: the digest of a sample of the full parameter when it was sharded, ``_CHANGED`` or ``_UNKNOWN``.
+        varies: elements of the shard differ, so that it depends on the starting values. Constants do not.
+        shard: the digest of a sample of the shard if a random number generator may have made it, else 0.
+    """
+
+    name: str
+    start: str
+    varies: bool
+    shard: int
+
+    @staticmethod
+    def of(name: str, local: torch.Tensor, shard: bytes, whole: bytes | None = None, then: bytes = b"") -> Values:
+        """Return the values of a parameter from samples of its shard ``local``, and of the parameter and shard then."""
+        elements = [shard[i : i + local.itemsize] for i in range(0, len(shard), local.itemsize)]
+        distinct = len(set(elements))
+        is_random = local.is_floating_point() and distinct >= max(_MIN_DISTINCT, len(elements) // 2)
+        number = _digest(f"{name} {tuple(local.shape)}".encode(), shard) if is_random else 0
+        start = _UNKNOWN if whole is None else f"{_digest(whole):x}"
+        if whole is not None and shard != then:
+            start = _CHANGED
+        return Values(name, start, distinct > 1, number)
 
 
-def sample_start(whole: torch.Tensor, shard: torch.Tensor) -> Start | None:
-    """Return samples of ``whole`` and ``shard``, or ``None`` if either cannot be sampled."""
-    full_sample, shard_sample = sample(whole), sample(shard)
-    return None if full_sample is None or shard_sample is None else Start(full_sample, shard_sample)
+def _digest(*parts: bytes) -> int:
+    return int.from_bytes(blake2b(b"\0".join(parts), digest_size=8).digest(), "little", signed=True)
 
 
-def sample(tensor: torch.Tensor) -> torch.Tensor | None:
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return up to ``SAMPLED`` elements spread over ``tensor``, 1-d, or ``None`` for subclasses and meta tensors."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:
         return None
@@ -65,111 +89,33 @@ def sample(tensor: torch.Tensor) -> torch.Tensor | None:
     return values[torch.unravel_index(positions, values.shape)]
 
 
-def host_bytes(samples: Sequence[torch.Tensor]) -> list[bytes]:
-    """Return the bytes of every sample, with one copy from each device."""
-    found = [b""] * len(samples)
-    for device in dict.fromkeys(each.device for each in samples):
-        here = [i for i, each in enumerate(samples) if each.device == device]
-        data = torch.cat([samples[i].view(-1, 1).view(torch.uint8).view(-1) for i in here]).cpu().numpy().tobytes()
-        begin = 0
-        for i in here:
-            found[i] = data[begin : begin + samples[i].nbytes]
-            begin += samples[i].nbytes
-    return found
+def _values_of(parameters: Mapping[str, ShardedParameter], device: torch.device) -> list[Values]:
+    """Return what is compared of ``parameters``, by their names in errors. One copy brings all samples to the host."""
+    shards = [p.local_now for p in parameters.values()]
+    samples = [(_sample(s), *_starts.get(p, ())) for p, s in zip(parameters.values(), shards, strict=True)]
+    present = [each for own in samples for each in own if each is not None]
+    parts = [each.view(-1, 1).view(torch.uint8).view(-1).to(device) for each in present]
+    data = BytesIO(torch.cat(parts).cpu().numpy().tobytes() if parts else b"")
+    return [
+        Values.of(name, shard, *(b"" if each is None else data.read(each.nbytes) for each in own))
+        for name, shard, own in zip(parameters, shards, samples, strict=True)
+    ]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One parameter on this rank.
+def _summary(values: Sequence[Values], shard_rank: int) -> list[int]:
+    """Return numbers in which ranks with the same start, and ranks with equal shards, agree, as many for every model.
 
-    Args:
-        name: name, the same on all ranks.
-        shape: shape of this rank's shard.
-        itemsize: bytes per element.
-        floating: whether the elements are floating-point numbers.
-        whole: sample of the full parameter when it was sharded, or ``None``.
-        shard_then: sample of the shard from then.
-        shard: sample of the current shard, or ``None`` if it cannot be sampled.
+    They are a digest of the starts, the rank's index on the shard axis, and the shards, hashed to slots by name.
     """
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-    floating: bool
-    whole: bytes | None
-    shard_then: bytes | None
-    shard: bytes | None
-
-    @property
-    def changed(self) -> bool:
-        """True if the shard has changed since it was cut, by a load or an initialization."""
-        return self.shard != self.shard_then
-
-    @property
-    def depends_on_start(self) -> bool:
-        """True if this rank's shard depends on the initial values. A constant or empty shard does not."""
-        return self._distinct > 1
-
-    @property
-    def looks_random(self) -> bool:
-        """True if the shard could come from a random number generator."""
-        values = len(self.shard or b"") // self.itemsize
-        return self.floating and self._distinct >= max(_MIN_DISTINCT, values // 2)
-
-    @property
-    def _distinct(self) -> int:
-        data = self.shard or b""
-        return len({data[i : i + self.itemsize] for i in range(0, len(data), self.itemsize)})
+    slots = [0] * _SLOTS
+    for each in values:
+        slots[_digest(each.name.encode()) % _SLOTS] ^= each.shard
+    return [_digest(*(part.encode() for each in values for part in (each.name, each.start))), shard_rank, *slots]
 
 
-class Facts(NamedTuple):
-    """A summary of all parameters of one rank over one pair of axes, in as many 64-bit integers for every model."""
-
-    start: int
-    """Equal on all ranks if their initial values were the same and have not changed."""
-    shard_rank: int
-    """The rank's index on the shard axis."""
-    sketch: list[int]
-    """A number for each slot that random-looking shards are hashed to by name. Equal shards give equal numbers."""
-
-    @staticmethod
-    def of(candidates: Sequence[Candidate], shard_rank: int) -> Facts:
-        """Return the facts of the rank with index ``shard_rank`` on the shard axis."""
-        sketch = [0] * _SLOTS
-        for each in candidates:
-            if each.looks_random and each.shard is not None:
-                slot = crc32(each.name.encode()) % _SLOTS
-                sketch[slot] ^= _digest(each.name.encode(), repr(each.shape).encode(), each.shard)
-        start = _digest(*(part.encode() for each in candidates for part in (each.name, _start_text(each))))
-        return Facts(start, shard_rank, sketch)
-
-
-def any_equal_shards(facts: Iterable[Facts]) -> bool:
-    """Return whether ranks with different shards may hold equal values."""
-    owners: dict[tuple[int, int], int] = {}
-    return any(
-        number and owners.setdefault((slot, number), each.shard_rank) != each.shard_rank
-        for each in facts
-        for slot, number in enumerate(each.sketch)
-    )
-
-
-def _digest(*parts: bytes) -> int:
-    return int.from_bytes(blake2b(b"\0".join(parts), digest_size=8).digest(), "little", signed=True)
-
-
-def _start_text(candidate: Candidate) -> str:
-    if candidate.whole is None:
-        return "unknown"
-    return _CHANGED if candidate.changed else f"{_digest(candidate.whole):x}"
-
-
-# -- different starting values
-
-
-def start_details(candidates: Sequence[Candidate]) -> str:
-    """Return this rank's text for :func:`differing_starts`: a word per candidate, in the order that all ranks know."""
-    return " ".join(_start_text(c) if c.depends_on_start and c.whole is not None else _ANY for c in candidates)
+def start_details(values: Sequence[Values]) -> str:
+    """Return this rank's text for :func:`differing_starts`: a word per parameter, in the order that all ranks know."""
+    return " ".join(each.start if each.varies and each.start != _UNKNOWN else _ANY for each in values)
 
 
 def differing_starts(details: Mapping[int, str], names: Sequence[str]) -> dict[str, dict[str, list[int]]]:
@@ -195,48 +141,38 @@ def differing_starts(details: Mapping[int, str], names: Sequence[str]) -> dict[s
     return {name: {start: sorted(ranks) for start, ranks in found.items()} for name, found in unlike.items()}
 
 
-# -- equal shards
-
-
-def shard_details(candidates: Sequence[tuple[Candidate, torch.Tensor, int]]) -> str:
-    """Return this rank's text for :func:`equal_shards`, from candidates with their shards and sharded dims.
+def _shard_details(values: Sequence[Values], parameters: Iterable[ShardedParameter]) -> str:
+    """Return this rank's text for :func:`_equal_shards`.
 
     Shards of one row, or whose first two rows are equal, are skipped. Repeated rows are intended, as for experts that
     are all initialized as copies of one layer.
     """
     found = {}
-    for candidate, shard, dim in candidates:
-        if not candidate.looks_random or shard.size(dim) < 2:
-            continue
-        if not torch.equal(shard.select(dim, 0), shard.select(dim, 1)):
+    for each, parameter in zip(values, parameters, strict=True):
+        shard, dim = parameter.local_now, parameter.dim
+        if each.shard and shard.size(dim) > 1 and not torch.equal(shard.select(dim, 0), shard.select(dim, 1)):
             data = shard.detach().contiguous().view(-1, 1).view(torch.uint8).cpu().numpy().tobytes()
-            found[candidate.name] = f"{candidate.shape} {_digest(data):x}"
+            found[each.name] = f"{tuple(shard.shape)} {_digest(data):x}"
     return json.dumps(found)
 
 
-def equal_shards(details: Mapping[int, str], shard_ranks: Mapping[int, int]) -> dict[str, list[int]]:
+def _equal_shards(details: Mapping[int, str], shard_ranks: Mapping[int, int]) -> dict[str, list[int]]:
     """Return parameters of which ranks with different shards hold equal values, and these ranks.
 
     A single such parameter among others that differ is considered a table that repeats itself, and skipped.
     """
-    found: dict[str, list[int]] = {}
-    compared: set[str] = set()
-    shards_by_rank = {rank: json.loads(text) for rank, text in sorted(details.items())}
-    for name in dict.fromkeys(name for own in shards_by_rank.values() for name in own):
-        by_values: dict[str, list[int]] = {}
-        for rank, own in shards_by_rank.items():
-            if name in own:
-                by_values.setdefault(own[name], []).append(rank)
-        if len({shard_ranks[rank] for ranks in by_values.values() for rank in ranks}) > 1:
-            compared.add(name)
-        for ranks in by_values.values():
-            if len({shard_ranks[rank] for rank in ranks}) > 1:
-                found.setdefault(name, ranks)
-    return found if len(found) > 1 or found.keys() == compared else {}
+    holders: dict[str, dict[str, list[int]]] = {}
+    for rank, text in sorted(details.items()):
+        for name, value in json.loads(text).items():
+            holders.setdefault(name, {}).setdefault(value, []).append(rank)
 
+    def hold_different_shards(ranks: Iterable[int]) -> bool:
+        return len({shard_ranks[rank] for rank in ranks}) > 1
 
-_starts: WeakKeyDictionary[ShardedParameter, Start] = WeakKeyDictionary()
-"""Samples of the original values, until they are compared."""
+    compared = [name for name, own in holders.items() if hold_different_shards(chain(*own.values()))]
+    equal = {name: next(filter(hold_different_shards, holders[name].values()), []) for name in compared}
+    found = {name: ranks for name, ranks in equal.items() if ranks}
+    return found if len(found) > 1 or len(found) == len(compared) else {}
 
 
 class ModelCheck(Observer):
@@ -245,42 +181,37 @@ class ModelCheck(Observer):
     def given_values(self, parameter: ShardedParameter, full: torch.Tensor) -> None:
         state = state_of_parameter(parameter)
         is_checked = state is not None and state.options.of_plugins.get("order check") is not OrderCheck.OFF
-        if not is_checked or parameter.sharding.axes.num_ranks == 1:
-            return
-        start = sample_start(local_part(full), parameter.local_now)
-        if start is not None:
-            _starts[parameter] = start
+        if is_checked and parameter.sharding.axes.num_ranks > 1:
+            whole, shard = _sample(local_part(full)), _sample(parameter.local_now)
+            if whole is not None and shard is not None:
+                _starts[parameter] = whole, shard
 
     def before_first_collective(self, root: ObservedRoot) -> None:
-        _check_models(root.root_state, root.states)
+        """Check that the model under ``root`` is the same on all ranks, with one small all-gather per mesh axis.
 
+        Ranks of a mesh compare the groups sharded over that mesh, so ranks with other experts may differ. All ranks
+        raise an error with the same text.
 
-def _check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
-    """Check that the model under ``root`` is the same on all ranks, with one small all-gather per mesh axis.
-
-    Ranks of a mesh compare the groups sharded over that mesh, so ranks with other experts may differ. The message also
-    has samples of the values. More is exchanged only if the samples show a mistake.
-
-    Raises:
-        DivergenceError: the models differ, or parameters that nothing has overwritten had different values when they
-            were sharded. All ranks raise it with the same text.
-        ParameterError: ranks hold the same random values as shards that should differ. All ranks raise it with the same
-            text.
-    """
-    if root.options.of_plugins.get("order check") is OrderCheck.OFF:
-        return
-    every = dict.fromkeys([root.group.axes, *(c.axes for state in states.values() for c in state.group.process_groups)])
-    for axes in every:
-        parameters = {
-            f"parameter {p.name!r} of group {name!r}": p
-            for name, state in states.items()
-            for p in state.group.parameters
-            if p.sharding.axes == axes
-        }
-        _check_axes(root, states, axes, parameters)
-    for state in states.values():
-        for parameter in state.group.parameters:
-            _starts.pop(parameter, None)
+        Raises:
+            DivergenceError: the models differ, or parameters that nothing has overwritten had different values when
+                they were sharded.
+            ParameterError: ranks hold the same random values as shards that should differ.
+        """
+        if root.root_state.options.of_plugins.get("order check") is OrderCheck.OFF:
+            return
+        groups = {name: state.group for name, state in root.states.items()}
+        used = (pgs.axes for group in groups.values() for pgs in group.process_groups)
+        for axes in dict.fromkeys([root.root_state.group.axes, *used]):
+            parameters = {
+                f"parameter {p.name!r} of group {name!r}": p
+                for name, group in groups.items()
+                for p in group.parameters
+                if p.sharding.axes == axes
+            }
+            _check_axes(root.root_state, root.states, axes, parameters)
+        for group in groups.values():
+            for parameter in group.parameters:
+                _starts.pop(parameter, None)
 
 
 def _check_axes(
@@ -288,90 +219,54 @@ def _check_axes(
 ) -> None:
     """Check the ``parameters``, by their names in errors, that are sharded over ``axes``."""
     ranks = (axes.shard, axes.replicate), axes.device, f"the model under {root.class_name}"
-    candidates: list[Candidate] = []
+    values: list[Values] = []
 
-    def own_facts() -> list[int]:
-        candidates.extend(_candidates(parameters))
-        start, shard_rank, sketch = Facts.of(candidates, axes.shard.rank)
-        return [start, shard_rank, *sketch]
+    def own_summary() -> list[int]:
+        values.extend(_values_of(parameters, axes.device))
+        return _summary(values, axes.shard.rank)
 
-    numbers = verify_same(_model_lines(root, states, axes), *ranks, own_facts)
-    facts = {rank: Facts(start, shard, sketch) for rank, (start, shard, *sketch) in numbers.items()}
-    if len({each.start for each in facts.values()}) > 1:
-        names = [candidate.name for candidate in candidates]
-        _refuse_starts(differing_starts(gather_texts(start_details(candidates), *ranks), names))
-    if any_equal_shards(facts.values()):
-        shards = [(c, p.local_now, p.dim) for c, p in zip(candidates, parameters.values(), strict=True)]
-        details = gather_texts(shard_details(shards), *ranks)
-        _refuse_shards(equal_shards(details, {rank: each.shard_rank for rank, each in facts.items()}))
-
-
-def _refuse_starts(unlike: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
-    """Raise if there are parameters whose initial values differed."""
-    if not unlike:
-        return
-    name, found = next(iter(unlike.items()))
-    ranks = " and on ".join(ranks_text(each, SHOWN_RANKS) for each in found.values())
-    raise DivergenceError(
-        f"Ranks have started from different values: {name} was not the same on {ranks} when fully_shard cut it"
-        f"{_and_more(unlike)}. Each rank kept its own part, so the shards do not belong to one model. Pass "
-        "sync_module_states=True to fully_shard, which takes the values of the first rank; or call torch.manual_seed "
-        "with the same seed on every rank before the model is built; or call composable_fsdp.initialize(model, "
-        "seed=...), or load a checkpoint, before the first forward."
-    )
-
-
-def _refuse_shards(equal: Mapping[str, Sequence[int]]) -> None:
-    """Raise if there are parameters of which different shards are equal."""
-    if not equal:
-        return
-    name, ranks = next(iter(equal.items()))
-    raise ParameterError(
-        f"{name} has the same random values on {ranks_text(ranks, SHOWN_RANKS)}, which hold different shards of it"
-        f"{_and_more(equal)}. A random operation, such as reset_parameters(), has run on the shards with the same "
-        "seed on every rank. Call composable_fsdp.initialize(model, seed=...) in its place, which gives the values "
-        "of the unsharded model, or enclose it in composable_fsdp.sharded_rng(model, seed). If the values are "
-        f"meant to repeat, call set_order_check('off') on the root, or set {LEVEL_VARIABLE}=off."
-    )
+    summaries = verify_same(_model_lines(root, states, axes), *ranks, own_summary)
+    if len({start for start, *_ in summaries.values()}) > 1:
+        unlike = differing_starts(gather_texts(start_details(values), *ranks), list(parameters))
+        if unlike:
+            name, found = next(iter(unlike.items()))
+            unlike_ranks = " and on ".join(ranks_text(each, SHOWN_RANKS) for each in found.values())
+            raise DivergenceError(
+                f"Ranks have started from different values: {name} was not the same on {unlike_ranks} when fully_shard "
+                f"cut it{_and_more(unlike)}. Each rank kept its own part, so the shards do not belong to one model. "
+                "Pass sync_module_states=True to fully_shard, which takes the values of the first rank; or call "
+                "torch.manual_seed with the same seed on every rank before the model is built; or call "
+                "composable_fsdp.initialize(model, seed=...), or load a checkpoint, before the first forward."
+            )
+    owners: dict[int, int] = {}  # of the shards in a slot
+    numbers = [(number, shard_rank) for _, shard_rank, *slots in summaries.values() for number in slots if number]
+    if any(owners.setdefault(number, shard_rank) != shard_rank for number, shard_rank in numbers):
+        details = gather_texts(_shard_details(values, parameters.values()), *ranks)
+        equal = _equal_shards(details, {rank: shard_rank for rank, (_, shard_rank, *_) in summaries.items()})
+        if equal:
+            name, equal_ranks = next(iter(equal.items()))
+            raise ParameterError(
+                f"{name} has the same random values on {ranks_text(equal_ranks, SHOWN_RANKS)}, which hold different "
+                f"shards of it{_and_more(equal)}. A random operation, such as reset_parameters(), has run on the "
+                "shards with the same seed on every rank. Call composable_fsdp.initialize(model, seed=...) in its "
+                "place, which gives the values of the unsharded model, or enclose it in "
+                "composable_fsdp.sharded_rng(model, seed). If the values are meant to repeat, call "
+                f"set_order_check('off') on the root, or set {LEVEL_VARIABLE}=off."
+            )
 
 
 def _and_more(found: Mapping[str, object]) -> str:
     return f", and so {len(found) - 1} other parameters" if len(found) > 1 else ""
 
 
-def _candidates(parameters: Mapping[str, ShardedParameter]) -> list[Candidate]:
-    """Return what is compared of each parameter. One copy brings all samples to the host."""
-    shards = [p.local_now for p in parameters.values()]
-    now = [sample(shard) for shard in shards]
-    starts = [_starts.get(p) for p in parameters.values()]
-    present = [each for start, values in zip(starts, now, strict=True) for each in (*(start or ()), values)]
-    data = iter(host_bytes([each for each in present if each is not None]))
-    return [
-        Candidate(
-            name,
-            tuple(shard.shape),
-            shard.dtype.itemsize,
-            shard.dtype.is_floating_point,
-            whole=None if start is None else next(data),
-            shard_then=None if start is None else next(data),
-            shard=None if values is None else next(data),
-        )
-        for name, shard, start, values in zip(parameters, shards, starts, now, strict=True)
-    ]
-
-
-def _environment_text(root: FSDPState, axes: DataParallelAxes) -> str:
-    order_check = str(root.options.of_plugins.get("order check"))
-    return (
-        f"mesh of ranks {axes.mesh.mesh.tolist()}, "
-        f"order check {order_check!r}, max_fused_bytes {root.options.max_fused_bytes}, "
-        f"max_unsharded_bytes {root.options.max_unsharded_bytes}, prefetch_limit {root.options.prefetch_limit}, "
+def _model_lines(root: FSDPState, states: Mapping[str, FSDPState], axes: DataParallelAxes) -> Iterator[str]:
+    options = root.options
+    yield (
+        f"mesh of ranks {axes.mesh.mesh.tolist()}, order check {str(options.of_plugins.get('order check'))!r}, "
+        f"max_fused_bytes {options.max_fused_bytes}, max_unsharded_bytes {options.max_unsharded_bytes}, "
+        f"prefetch_limit {options.prefetch_limit}, "
         f"deterministic algorithms {torch.are_deterministic_algorithms_enabled()}"
     )
-
-
-def _model_lines(root: FSDPState, states: Mapping[str, FSDPState], axes: DataParallelAxes) -> Iterator[str]:
-    yield _environment_text(root, axes)
     for name, state in states.items():
         parameters = [p for p in state.group.parameters if p.sharding.axes == axes]
         if not parameters and state.group.axes != axes:

@@ -26,7 +26,7 @@ from composable_fsdp.errors import ConfigurationError, PeerError, printable
 from composable_fsdp.plugins.shared_memory.engine import ShmEngine
 from composable_fsdp.plugins.shared_memory.peer_errors import Peers
 from composable_fsdp.plugins.shared_memory.segment import Segment
-from composable_fsdp.plugins.shared_memory.shm_socket import ShmSocket
+from composable_fsdp.plugins.shared_memory.shm_socket import ShmSocket, close
 
 SWITCH = "COMPOSABLE_FSDP_SHARED_MEMORY"
 """An environment variable: ``0`` on any rank disables shared memory on all ranks; ``copy`` disables shards and
@@ -108,7 +108,7 @@ def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[RankInfo]] | Non
     rank, host = dist.get_rank(group), host_identity() if mode != "0" else ""
     own, sockets = list[socket.socket](), dict[int, socket.socket]()
     with ExitStack() as stack:
-        stack.callback(lambda: [each.close() for each in (*own, *sockets.values())])
+        stack.callback(lambda: close((*own, *sockets.values())))
         error = _error_text(lambda: _open(own, rank)) if host else ""
         addresses = tuple(each.getsockname() for each in own)
         infos = gather_objects(RankInfo(host, addresses, os.getpid(), mode == "copy", error), group)

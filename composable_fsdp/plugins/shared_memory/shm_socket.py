@@ -83,7 +83,7 @@ class ShmSocket:
         self._unsent: dict[int, deque[tuple[bytes, Segment | None]]] = {}
         self.completed = dict.fromkeys(sockets, 0)
         self.ended: dict[int, str] = {}
-        self._finalizer = weakref.finalize(self, _close, tuple(sockets.values()))
+        self._finalizer = weakref.finalize(self, close, tuple(sockets.values()))
 
     @property
     def peers(self) -> Iterable[int]:
@@ -197,6 +197,6 @@ def _received_memory(ancillary: list[tuple[int, int, bytes]]) -> torch.Tensor | 
     return None
 
 
-def _close(sockets: Iterable[socket.socket]) -> None:
+def close(sockets: Iterable[socket.socket]) -> None:
     for each in sockets:
         each.close()
