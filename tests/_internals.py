@@ -217,7 +217,6 @@ if TYPE_CHECKING:
     from composable_fsdp.optim._owner_units import AxisCut, Slot, Tiling, Unit, axis_cuts, tiling_of
     from composable_fsdp.optim.offload_optimizer import _offloads as optimizer_offloads
     from composable_fsdp.plan import dry_run
-    from composable_fsdp.plan.dry_run import Replay, StepRecorder, events_of
     from composable_fsdp.plan.known_accelerators import KnownAccelerator, as_accelerator
     from composable_fsdp.plan.make_plan import pinned_waste
     from composable_fsdp.plan.simulate import (

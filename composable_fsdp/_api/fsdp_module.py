@@ -630,10 +630,10 @@ def no_sync(module: nn.Module, *, sharded: bool = False) -> Iterator[None]:
 
 
 def step_schedule(module: nn.Module | FSDPModule) -> Schedule:
-    """Return the schedule of the next training iteration: what happens at each event of forward and backward.
+    """Return the schedule of a training step: what happens at each event of forward and backward.
 
-    ``print(step_schedule(model))`` shows it as a table. The first call shows an ordinary step in the order of the last
-    forward, and is empty before that. Later calls show the events of the last iteration, of which it is a dry run.
+    ``print(step_schedule(model))`` shows it as a table. It is a dry run of an ordinary step, one backward after one
+    forward in the order of the last one, the same on all ranks. Before a first forward it is empty.
 
     Args:
         module: the root.

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from composable_fsdp._core.events import Event, Hook, Pass
+from composable_fsdp._core.events import Event, Hook
 from composable_fsdp._core.group_plan import GroupPlan
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.state import FSDPState
@@ -21,7 +21,6 @@ from composable_fsdp.plan.dry_run import (
     Reduce,
     Schedule,
     Shrink,
-    Step,
     Wait,
     WaitReduce,
     schedule_of,
@@ -171,15 +170,7 @@ class Timeline:
 def predict(root: Root, costs: Costs) -> Timeline:
     """Return the timeline of the next iteration of ``root`` that trains."""
     specs = {name: spec_of(state) for name, state in root.states.items()}
-    steps, current = [], Pass.FORWARD
-    for event, actions in schedule_of(root):
-        current = Pass.BACKWARD if event.hook is Hook.PRE_BACKWARD else current
-        is_recomputed = current is Pass.BACKWARD and event.hook in (Hook.PRE_FORWARD, Hook.POST_FORWARD)
-        if is_recomputed and actions:  # gathers then, but what it computes is part of the backward
-            event = Event(Hook.PRE_BACKWARD, event.group)
-        if actions or not is_recomputed:
-            steps.append(Step(event, actions))
-    return simulate(Schedule(tuple(steps)), specs, costs)
+    return simulate(schedule_of(root), specs, costs)
 
 
 def simulate(schedule: Schedule, specs: Mapping[str, GroupSpec], costs: Costs) -> Timeline:

@@ -36,14 +36,14 @@ MOST_CODE = {
     "init": 290,
     "interop": 54,
     "optim": 1471,
-    "plan": 1035,
+    "plan": 913,
     "plugins": 5548,
     "testing": 235,
     "wrap": 253,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22519
+MOST_CODE_OF_ALL = 22397
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -1,4 +1,4 @@
-"""The events that a root records of a step, and schedules where the last pass was no ordinary step."""
+"""Steps and schedules where the last pass was no ordinary step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import ParameterError
-from tests._internals import Pass, StepRecorder, dry_run, root_of, state_of
+from tests._internals import Pass, dry_run, root_of, state_of
 from tests.helpers.sharding import fake_ranks
 
 WIDTH, NAMES = 16, "abc"
@@ -53,16 +53,12 @@ class Raising(torch.autograd.Function):
 
 def build() -> Any:
     model: Any = fully_shard(Chain())
-    assert not model.schedule().steps  # begins to record
+    assert not model.schedule().steps
     return model
 
 
 def step(model: Any) -> None:
     model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
-
-
-def events_of(model: Any) -> list[Any]:
-    return StepRecorder.of(root_of(state_of(model)))._events
 
 
 def test_after_an_evaluation_or_a_reset_the_schedule_is_that_of_a_step() -> None:
@@ -101,27 +97,6 @@ def test_a_reset_forgets_that_a_backward_was_inside_of_a_forward() -> None:
     root = root_of(state_of(model))
     root.end_backward()  # as pipelining ends the last of several backwards
     assert root.current_pass is Pass.IDLE
-
-
-def test_the_tape_is_bounded() -> None:
-    model, x = build(), torch.ones(2, WIDTH, requires_grad=True)
-    bound = 128 * 5 + 50
-    old = model(x).sum()
-    for _ in range(300):
-        old.backward(retain_graph=True)
-        assert len(events_of(model)) <= bound
-    assert str(model.schedule()).count("gather") == 3, "that of a step, if the tape was given up"
-    tape_of_old = events_of(model)
-    longest = 0
-    for _ in range(100):
-        step(model)
-        torch.autograd.grad(old, x, retain_graph=True)
-        longest = max(longest, len(events_of(model)))
-    assert longest <= bound
-    assert len(tape_of_old) <= bound
-    for _ in range(300):
-        model(x)  # in grad mode, without a backward
-        assert len(events_of(model)) <= bound
 
 
 class Shown(nn.Module):
