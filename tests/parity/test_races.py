@@ -20,15 +20,7 @@ from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
 from composable_fsdp.trace import TraceEvent, listeners
 from tests._internals import ReductionQueue, layout, pinned_bytes
-from tests.helpers.stream_training import (
-    BF16,
-    TRAININGS,
-    WIDTH,
-    Block,
-    alone,
-    train,
-    with_unused,
-)
+from tests.helpers.stream_training import BF16, TRAININGS, WIDTH, Block, alone, train, with_unused
 from tests.parity.test_fuzz import DrawnPrograms
 from tests.planted_faults import EXPLAINED, reached_by, sites, try_fault
 from tests.simulation import SimulatedEvent, SimulatedStream, simulated_accelerator

@@ -30,10 +30,7 @@ from tests.helpers.run_ranks import on_ranks
 
 pytestmark = [
     pytest.mark.behaviour("E-11"),
-    pytest.mark.skipif(
-        find_spec("torchao") is None,
-        reason="needs torchao: make install",
-    ),
+    pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: make install"),
 ]
 
 WIDTH = 256  # NF4 requires at least 64 * 256 values in every shard

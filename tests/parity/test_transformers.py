@@ -20,10 +20,7 @@ from tests.helpers.sharding import assert_exact
 
 pytestmark = [
     pytest.mark.behaviour("F-11"),
-    pytest.mark.skipif(
-        find_spec("transformers") is None,
-        reason="needs transformers: make install",
-    ),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: make install"),
 ]
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

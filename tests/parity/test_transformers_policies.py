@@ -18,10 +18,7 @@ from tests.helpers.training import check_parity
 
 pytestmark = [
     pytest.mark.behaviour("B-01"),
-    pytest.mark.skipif(
-        find_spec("transformers") is None,
-        reason="needs transformers: make install",
-    ),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: make install"),
 ]
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -94,10 +91,7 @@ def shard_by_hand(model: Any) -> nn.Module:
 
 
 def train_tied() -> None:
-    policies: dict[str, PolicyLike] = {
-        "blocks": transformer_blocks(),
-        "every module": every_module(),
-    }
+    policies: dict[str, PolicyLike] = {"blocks": transformer_blocks(), "every module": every_module()}
     for what, policy in policies.items():
         model = check_parity(tied_llama, play, shard=partial(fully_shard, policy=policy), what=what)
         tied = {names for group in describe(model).groups for names in group.tied}

@@ -160,8 +160,7 @@ def follow_training(kind: str) -> None:
 
 @pytest.mark.behaviour("C-14")
 @pytest.mark.parametrize(
-    ("kind", "ranks"),
-    [("plain", 2), ("plain", 4), ("hybrid", 4), ("tensor parallel", 4), ("experts", 4)],
+    ("kind", "ranks"), [("plain", 2), ("plain", 4), ("hybrid", 4), ("tensor parallel", 4), ("experts", 4)]
 )
 def test_a_receiver_of_changes_has_the_bytes_of_a_full_stream(kind: str, ranks: int) -> None:
     run_ranks(follow_training, ranks, kind, timeout=240)

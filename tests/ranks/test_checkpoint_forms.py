@@ -40,9 +40,7 @@ from tests.helpers.state_dicts import (
     train,
 )
 
-BF16: dict[str, Any] = {
-    "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
-}
+BF16: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)}
 OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 
 

@@ -15,13 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import fully_shard, to_empty
-from composable_fsdp.checkpoint import (
-    Full,
-    Local,
-    load_state_dict,
-    state_dict,
-    state_dict_form,
-)
+from composable_fsdp.checkpoint import Full, Local, load_state_dict, state_dict, state_dict_form
 from composable_fsdp.errors import ConfigurationError
 from tests.helpers.checkpoint_worlds import local
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs

@@ -21,31 +21,14 @@ from torch.optim import Optimizer
 from torch.testing import assert_close
 
 from composable_fsdp import CPUOffloadPolicy, fully_shard, local_optimizer
-from composable_fsdp.checkpoint import (
-    Full,
-    Local,
-    Sharded,
-    load,
-    load_optimizer_state_dict,
-    optimizer_state_dict,
-    save,
-)
+from composable_fsdp.checkpoint import Full, Local, Sharded, load, load_optimizer_state_dict, optimizer_state_dict, save
 from tests._internals import Form, parameter_names
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, expected_shard
-from tests.helpers.state_dicts import (
-    FORMS,
-    SAFE,
-    LocalMomentum,
-    build,
-    message,
-    same_values,
-    shard,
-    train,
-)
+from tests.helpers.state_dicts import FORMS, SAFE, LocalMomentum, build, message, same_values, shard, train
 
 Make = Callable[[Iterable[Any]], Optimizer]
 

@@ -11,16 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from composable_fsdp import (
-    ShardPlacementResult,
-    fully_shard,
-)
-from composable_fsdp.checkpoint import (
-    Full,
-    Sharded,
-    load_state_dict,
-    state_dict,
-)
+from composable_fsdp import ShardPlacementResult, fully_shard
+from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded, shard_layers

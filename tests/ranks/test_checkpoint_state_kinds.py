@@ -19,15 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from composable_fsdp import fully_shard
-from composable_fsdp.checkpoint import (
-    Full,
-    Local,
-    Sharded,
-    load,
-    load_optimizer_state_dict,
-    optimizer_state_dict,
-    save,
-)
+from composable_fsdp.checkpoint import Full, Local, Sharded, load, load_optimizer_state_dict, optimizer_state_dict, save
 from composable_fsdp.errors import CheckpointError
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.run_ranks import on_ranks, run_ranks

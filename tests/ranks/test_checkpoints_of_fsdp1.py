@@ -12,13 +12,7 @@ from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from composable_fsdp import fully_shard
-from composable_fsdp.checkpoint import (
-    Full,
-    load_optimizer_state_dict,
-    load_safetensors,
-    load_state_dict,
-    state_dict,
-)
+from composable_fsdp.checkpoint import Full, load_optimizer_state_dict, load_safetensors, load_state_dict, state_dict
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
 

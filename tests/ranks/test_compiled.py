@@ -122,11 +122,7 @@ IN_FULL: tuple[Callable[[Gates, Any], nn.Module], ...] = (
     compiled_under_checkpointing,
 )
 """Ways without a graph break."""
-WAYS = (
-    *IN_FULL,
-    compiled_as_a_whole,
-    checkpointed_and_compiled_as_a_whole,
-)
+WAYS = (*IN_FULL, compiled_as_a_whole, checkpointed_and_compiled_as_a_whole)
 
 
 @pytest.mark.behaviour("C-15")

@@ -546,7 +546,6 @@ def test_reduce_scatter_hooks_are_refused_with_what_replaces_them() -> None:
     layer = fully_shard(build_linear(torch.Tensor))  # hung on a shard, after sharding
     layer.weight._local_tensor.fsdp_post_reduce_scatter = lambda *_: None
     with pytest.raises(
-        MissingNameError,
-        match=r"'weight' is a Tensor with fsdp_post_reduce_scatter, which.*reduce_scatter=codec",
+        MissingNameError, match=r"'weight' is a Tensor with fsdp_post_reduce_scatter, which.*reduce_scatter=codec"
     ):
         layer(torch.ones(1, 3))

@@ -20,15 +20,7 @@ from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
-from tests.helpers.training import (
-    OPTIMIZERS,
-    Play,
-    assert_equal_runs,
-    check_parity,
-    local_shard,
-    play_task,
-    train,
-)
+from tests.helpers.training import OPTIMIZERS, Play, assert_equal_runs, check_parity, local_shard, play_task, train
 
 BF16 = torch.bfloat16
 

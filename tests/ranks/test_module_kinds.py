@@ -81,8 +81,7 @@ def _converted(task_name: str, unsharded: bool) -> None:
 
 @pytest.mark.behaviour("A-18")
 @pytest.mark.parametrize(
-    ("ranks", "task", "unsharded"),
-    [(2, "mlp", False), (2, "mlp", True), (4, "mlp", False), (3, "wide", False)],
+    ("ranks", "task", "unsharded"), [(2, "mlp", False), (2, "mlp", True), (4, "mlp", False), (3, "wide", False)]
 )
 def test_to_dtype_between_steps_keeps_training_with_parity(ranks: int, task: str, unsharded: bool) -> None:
     run_ranks(_converted, ranks, task, unsharded)

@@ -21,14 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from composable_fsdp import (
-    CommunicationPolicy,
-    CPUOffloadPolicy,
-    Int8,
-    Muon,
-    clip_grad_norm_,
-    fully_shard,
-)
+from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, Int8, Muon, clip_grad_norm_, fully_shard
 from composable_fsdp.checkpoint import load, save
 from tests._internals import Exchange
 from tests.helpers.model_parallel import PAIRS, named_mesh, sharded_pairs

@@ -13,13 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from composable_fsdp import (
-    Muon,
-    clip_grad_norm_,
-    fully_shard,
-    local_optimizer,
-    owner_step,
-)
+from composable_fsdp import Muon, clip_grad_norm_, fully_shard, local_optimizer, owner_step
 from composable_fsdp.checkpoint import load, save
 from tests._internals import local_part, make_exchanges, optimizer_offloads
 from tests.helpers.host_as_device import host_as_device, offload

@@ -90,9 +90,7 @@ def compare_with_gloo(seed: int) -> None:
 
 
 def collectives(
-    communicator: Communicator,
-    shards: list[torch.Tensor],
-    fulls: list[torch.Tensor],
+    communicator: Communicator, shards: list[torch.Tensor], fulls: list[torch.Tensor]
 ) -> list[list[torch.Tensor]]:
     gathered, exchanged = ([torch.empty_like(full) for full in fulls] for _ in range(2))
     scattered = [torch.empty_like(shard) for shard in shards]

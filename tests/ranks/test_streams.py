@@ -34,10 +34,7 @@ def streams() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
         sim = importlib.import_module("sim.device")
-        with (
-            sim.Device(flops=1.0, bandwidth=1.0).installed(),
-            mock.patch.object(backward, "_MIN_BYTES_IN_FLIGHT", 0),
-        ):
+        with sim.Device(flops=1.0, bandwidth=1.0).installed(), mock.patch.object(backward, "_MIN_BYTES_IN_FLIGHT", 0):
             yield
 
 

@@ -13,15 +13,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import PeerError, shutdown
-from tests._internals import (
-    Collective,
-    OrderCheck,
-    Transfer,
-    communicator_over,
-    compare,
-    missing_ranks,
-    watchdog,
-)
+from tests._internals import Collective, OrderCheck, Transfer, communicator_over, compare, missing_ranks, watchdog
 from tests.helpers.faults import build, is_last, step
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
