@@ -23,6 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
+from math import prod
 from multiprocessing import Pipe
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +33,7 @@ import pytest
 import torch.distributed as dist
 
 from tests._internals import START_TIMEOUT, VARIABLES, Outcome, RankProcess, ask, pickled_job, results_of
+from tests.helpers.transports import TRANSPORTS
 from tests.helpers.worker_pool.reset import reset
 from tests.helpers.worker_pool.template import Template
 
@@ -89,30 +91,43 @@ def run_ranks(
 
 
 def on_ranks(
-    *sizes: int,
-    environment: Mapping[str, str] = MappingProxyType({}),
+    *sizes: int | str,
+    environment: Mapping[str, str] | str = MappingProxyType({}),
     transports: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     timeout: float = 60.0,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the body of a test on each rank, for each number of ranks and each of ``transports``, which have names.
 
-    It is the innermost decorator. Fixtures and parameters are values that can be pickled, made once for all ranks.
+    It is the innermost decorator. Fixtures and parameters are values that can be pickled, made once for all ranks. A
+    name in place of ``sizes`` or ``environment`` is that of a parameter of the test, which the body need not take: a
+    number of ranks or the shape of their mesh, and an environment or the name of a transport.
     """
+    size = next((name for name in sizes if isinstance(name, str)), "world_size")
+    variables = environment if isinstance(environment, str) else "transport"
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(body).parameters
+        given = [name for name, is_given in ((size, size in sizes), (variables, variables == environment)) if is_given]
+
         @functools.wraps(body)
-        def test(world_size: int = sizes[0], transport: Mapping[str, str] = environment, **arguments: Any) -> None:
+        def test(**arguments: Any) -> None:
             __tracebackhide__ = True
-            run_ranks(_Body(test), world_size, timeout=timeout, environment=transport, **arguments)
+            ranks, chosen = arguments.get(size, sizes[0]), arguments.get(variables, environment)
+            for name in {size, variables} - parameters.keys():
+                arguments.pop(name, None)
+            ranks = prod(ranks) if isinstance(ranks, tuple) else ranks
+            chosen = TRANSPORTS[chosen] if isinstance(chosen, str) else chosen
+            run_ranks(_Body(test), ranks, timeout=timeout, environment=chosen, **arguments)
 
         choices: dict[str, tuple[Sequence[object], Sequence[str] | None]] = {}
         if len(sizes) > 1:
-            choices["world_size"] = (sizes, None)
+            choices[size] = (sizes, None)
         if transports:
-            choices["transport"] = (list(transports.values()), list(transports))
-        parameters = [parameter.replace(kind=_BY_NAME) for parameter in inspect.signature(body).parameters.values()]
-        more = [inspect.Parameter(name, _BY_NAME) for name in choices]
-        test.__signature__ = inspect.Signature([*parameters, *more])  # type: ignore[attr-defined]
+            choices[variables] = (list(transports.values()), list(transports))
+        more = [name for name in (*given, *choices) if name not in parameters]
+        signature = [each.replace(kind=_BY_NAME) for each in parameters.values()]
+        signature += [inspect.Parameter(name, _BY_NAME) for name in more]
+        test.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
         for name, (values, ids) in choices.items():
             test = pytest.mark.parametrize(name, values, ids=ids)(test)
         return test

@@ -14,8 +14,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import composable_fsdp as ours
-from tests.helpers.run_ranks import run_ranks
-from tests.helpers.transports import TRANSPORTS, Environment
+from tests.helpers.run_ranks import on_ranks
+from tests.helpers.transports import TRANSPORTS
 
 pytestmark = pytest.mark.behaviour("I-03")
 
@@ -56,19 +56,8 @@ def step(shard: Any, *, has_grad: bool = True, **options: Any) -> dict[str, int]
     return counts(mode)
 
 
-def compare_with_torch(replicas: int, reshard: int | bool | None) -> None:
-    world = torch.distributed.get_world_size()
-    shape, names = ((replicas, world // replicas), ("replicate", "shard")) if replicas > 1 else ((world,), ("shard",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for has_grad in (False, True):
-        mine, torchs = (
-            step(each.fully_shard, has_grad=has_grad, mesh=mesh, reshard_after_forward=reshard)
-            for each in (ours, torch_fsdp)
-        )
-        assert mine == torchs, has_grad
-
-
-def count_each_beginning() -> None:
+@on_ranks(2, transports=TRANSPORTS)
+def test_checks_of_ranks_are_not_counted_as_collectives_of_the_user() -> None:
     with CommDebugMode() as mode:
         sharded(ours.fully_shard)[0].unshard()
     assert counts(mode) == {"_allgather_base_": 1}, mode.get_comm_counts()
@@ -87,11 +76,15 @@ def count_each_beginning() -> None:
     assert counts(mode) == {"broadcast_": 1}
 
 
-@pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_checks_of_ranks_are_not_counted_as_collectives_of_the_user(environment: Environment) -> None:
-    run_ranks(count_each_beginning, 2, environment=environment)
-
-
 @pytest.mark.parametrize(("ranks", "replicas", "reshard"), [(2, 1, None), (4, 2, None), (4, 1, 2), (4, 2, False)])
-def test_a_first_step_has_the_collectives_of_fsdp2(ranks: int, replicas: int, reshard: int | bool | None) -> None:
-    run_ranks(compare_with_torch, ranks, replicas, reshard)
+@on_ranks("ranks")
+def test_a_first_step_has_the_collectives_of_fsdp2(replicas: int, reshard: int | bool | None) -> None:
+    world = torch.distributed.get_world_size()
+    shape, names = ((replicas, world // replicas), ("replicate", "shard")) if replicas > 1 else ((world,), ("shard",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for has_grad in (False, True):
+        mine, torchs = (
+            step(each.fully_shard, has_grad=has_grad, mesh=mesh, reshard_after_forward=reshard)
+            for each in (ours, torch_fsdp)
+        )
+        assert mine == torchs, has_grad

@@ -311,9 +311,6 @@ def test_programs_that_failed_once_pass(name: str) -> None:
     assert run_alone(FOUND[name]) == ""
 
 
-# -- a library that is broken on purpose
-
-
 def forget_to_divide(self: BucketReduceScatter, *args: object) -> object:
     scatter, reduction = args
     assert isinstance(reduction, Reduction)

@@ -13,7 +13,7 @@ from torch.distributed import fsdp as peer
 import composable_fsdp
 from tests._internals import state_of
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 
 COMBINATIONS = (
@@ -52,7 +52,15 @@ def check_zero_copy_and_packed_parameters() -> None:
     assert (even.reduce.zero_copy, uneven.reduce.zero_copy) == ((0,), ())
 
 
-def compare_with_reference_and_peer(reshard_after_forward: bool | int | None) -> None:
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize(
+    ("world_size", "reshard_after_forward"),
+    [(n, reshard) for n in (2, 4) for reshard in (True, False, None)] + [(4, 2)],
+)
+@on_ranks("world_size")
+def test_training_equals_the_unsharded_model_and_on_two_ranks_torch_bitwise(
+    reshard_after_forward: bool | int | None,
+) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     check_zero_copy_and_packed_parameters()
     for task, optimizer in COMBINATIONS:
@@ -63,14 +71,3 @@ def compare_with_reference_and_peer(reshard_after_forward: bool | int | None) ->
             theirs = sharded(peer.fully_shard, task, optimizer, reshard_after_forward)
             # A sum of two values does not depend on the order. For four values gloo's order depends on the message.
             assert_equal_runs(ours, theirs, what=f"{what}, torch", exact=world_size == 2)
-
-
-@pytest.mark.behaviour("C-01")
-@pytest.mark.parametrize(
-    ("world_size", "reshard_after_forward"),
-    [(n, reshard) for n in (2, 4) for reshard in (True, False, None)] + [(4, 2)],
-)
-def test_training_equals_the_unsharded_model_and_on_two_ranks_torch_bitwise(
-    world_size: int, reshard_after_forward: bool | int | None
-) -> None:
-    run_ranks(compare_with_reference_and_peer, world_size, reshard_after_forward)

@@ -142,7 +142,8 @@ def test_logging_enabled_between_steps_begins_with_the_next_step(caplog: pytest.
     assert not caplog.text
 
 
-def check_counts_per_module() -> None:
+@on_ranks(2, transports=TRANSPORTS)
+def test_the_communication_debug_mode_counts_collectives_for_modules() -> None:
     model = chain(ours.fully_shard)
     model.set_schedule(max_fused_bytes=0)
     x = torch.ones(2, 3, requires_grad=True)
@@ -163,11 +164,6 @@ def check_counts_per_module() -> None:
         "forward": {},
         "backward": {"_allgather_base_": 2, "_reduce_scatter_base_": 1},
     }
-
-
-@pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_the_communication_debug_mode_counts_collectives_for_modules(environment: Environment) -> None:
-    run_ranks(check_counts_per_module, 2, environment=environment)
 
 
 def collectives_of(shard: Any) -> list[tuple[str, str, int]]:

@@ -38,9 +38,6 @@ STEPS = 4
 BATCH = 24  # torch's int8 product requires more than 16 rows
 
 
-# -- the recipes
-
-
 def float8(model: nn.Module) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -150,9 +147,6 @@ RECIPES = {
 }
 
 
-# -- training
-
-
 @dataclass
 class Run:
     """The results of one rank: losses and gradient norms, the last step's gradients, and the tensors' classes."""
@@ -245,9 +239,6 @@ def test_torchao_trains_bitwise_like_fsdp2(name: str) -> None:
             seen.add(tuple(runs[0].numbers))
     plain = play(sharded(ours, build()), rank, Recipe(lambda m: m, "", ""))
     assert (tuple(plain.numbers) not in seen) == recipe.quantizes
-
-
-# -- checkpoints, meshes and other features of training jobs
 
 
 def run_on_both(name: str, prepare: Callable[[Any, Any], tuple[Any, int]], **options: Any) -> tuple[Run, Run]:
@@ -399,9 +390,6 @@ def test_torchao_safetensors_have_plain_values(tmp_path: Path) -> None:
         load_safetensors(again, tmp_path / name)
         for one, two in zip(again.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=1e-3 if name == "int8 weights" else 0)
-
-
-# -- uneven rows, with which torch's FSDP2 deadlocks
 
 
 @pytest.mark.parametrize("name", ["float8", "int8 weights"])

@@ -13,7 +13,7 @@ from torch import nn
 from composable_fsdp import describe, fully_shard, tie_groups
 from composable_fsdp.wrap import PolicyLike, every_module, transformer_blocks
 from tests._internals import Scope
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.training import check_parity
 
 pytestmark = [
@@ -90,15 +90,12 @@ def shard_by_hand(model: Any) -> nn.Module:
     return fully_shard(model)
 
 
-def train_tied() -> None:
+@pytest.mark.behaviour("A-10")
+@on_ranks(2, environment=OFFLINE)
+def test_a_tied_llama_trains_by_every_policy() -> None:
     policies: dict[str, PolicyLike] = {"blocks": transformer_blocks(), "every module": every_module()}
     for what, policy in policies.items():
         model = check_parity(tied_llama, play, shard=partial(fully_shard, policy=policy), what=what)
         tied = {names for group in describe(model).groups for names in group.tied}
         assert tied == {("model.embed_tokens.weight", "lm_head.weight")}, what
     check_parity(tied_llama, play, shard=shard_by_hand, what="by hand")
-
-
-@pytest.mark.behaviour("A-10")
-def test_a_tied_llama_trains_by_every_policy() -> None:
-    run_ranks(train_tied, 2, environment=OFFLINE)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,12 +11,15 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import apply_to_full_params, fully_shard, unsharded_params
 from composable_fsdp.errors import LifecycleError
 from tests.helpers.models import TASKS
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.ranks.test_full_params import backward, built
 
 
-def rewrite(task: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize(("task", "shape"), [("mlp", (2,)), ("tied", (2,)), ("mlp", (2, 2)), ("mlp", (1,))], ids=str)
+@on_ranks("shape")
+def test_a_function_applied_to_full_params_keeps_its_writes(task: str, shape: tuple[int, ...]) -> None:
     model, reference = built(task, shape), TASKS[task].build()
     values, seen = values_of(reference), []
 
@@ -42,12 +43,6 @@ def rewrite(task: str, shape: tuple[int, ...]) -> None:
     apply_to_full_params(model, lambda name, parameter: parameter.zero_(), writeback=False)
     for name, value in values_of(model).items():
         assert_exact(value, values[name] * 2, name)
-
-
-@pytest.mark.behaviour("C-14")
-@pytest.mark.parametrize(("task", "shape"), [("mlp", (2,)), ("tied", (2,)), ("mlp", (2, 2)), ("mlp", (1,))], ids=str)
-def test_a_function_applied_to_full_params_keeps_its_writes(task: str, shape: tuple[int, ...]) -> None:
-    run_ranks(rewrite, prod(shape), task, shape)
 
 
 def from_the_first_rank() -> None:

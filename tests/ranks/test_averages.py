@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from composable_fsdp.errors import CheckpointError
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import adamw, assert_exact, full_value, values_of
 from tests.helpers.transports import TRANSPORTS
 
@@ -48,7 +47,18 @@ def train_both(model: nn.Module, reference: nn.Module, task: str, after: Callabl
         after()
 
 
-def averages_alike(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("task", "shape", "options"),
+    [
+        ("mlp", (2,), {"reshard_after_forward": False}),
+        ("tied", (2,), {"offload_policy": CPUOffloadPolicy()}),
+        ("transformer", (2, 2), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.behaviour("A-18")
+@on_ranks("shape")
+def test_averages_are_those_of_the_unsharded_model(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", shape)
     reference, batch = TASKS[task].build(), TASKS[task].batch_of(7, 0)
     model = shard_layers(TASKS[task].build(), fully_shard, mesh=mesh, **options)
@@ -76,20 +86,6 @@ def averages_alike(task: str, shape: tuple[int, ...], options: dict[str, Any]) -
         torch.testing.assert_close(full_value(average), wanted[name].detach())
 
 
-@pytest.mark.parametrize(
-    ("task", "shape", "options"),
-    [
-        ("mlp", (2,), {"reshard_after_forward": False}),
-        ("tied", (2,), {"offload_policy": CPUOffloadPolicy()}),
-        ("transformer", (2, 2), {}),
-    ],
-    ids=str,
-)
-@pytest.mark.behaviour("A-18")
-def test_averages_are_those_of_the_unsharded_model(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    run_ranks(averages_alike, prod(shape), task, shape, options)
-
-
 def computes_with_averages(options: dict[str, Any]) -> None:
     """Check that gathered or cast parameters kept between passes follow an update."""
     task = TASKS["transformer"]
@@ -108,12 +104,8 @@ def computes_with_averages(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.behaviour("A-18", "D-01")
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_averaged_model_computes_with_the_averages(transport: str) -> None:
-    run_ranks(computes_with_each_policy, 2, environment=TRANSPORTS[transport])
-
-
-def computes_with_each_policy() -> None:
+@on_ranks(2, transports=TRANSPORTS)
+def test_an_averaged_model_computes_with_the_averages() -> None:
     for dtype in (None, torch.bfloat16):
         for reshard in (True, False):
             policy = MixedPrecisionPolicy(param_dtype=dtype)

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from composable_fsdp import CommunicationPolicy, Int8, fully_shard
 from tests.helpers.forward_mode import load_forward_mode
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import assert_exact
-from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
+from tests.helpers.transports import IN_COMMON, SOCKETS
 
 pytestmark = pytest.mark.behaviour("C-18")
 
@@ -92,16 +92,15 @@ def shard(model: nn.Sequential, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-# -- transforms of torch.func
-
-
 def _dual(model: nn.Module, x: torch.Tensor, tangent: torch.Tensor) -> Sequence[torch.Tensor | None]:
     with forward_ad.dual_level():
         unpacked: Sequence[torch.Tensor | None] = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
         return unpacked
 
 
-def compute_in_transforms() -> None:
+@in_worlds
+@on_ranks("ranks", environment="environment")
+def test_the_first_and_later_calls_run_inside_transforms() -> None:
     load_forward_mode()
     plain, x, tangent = build(), batch(), batch(2)
 
@@ -129,14 +128,6 @@ def compute_in_transforms() -> None:
     plain(x).sum().backward()
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad.full_tensor(), want.grad)
-
-
-@in_worlds
-def test_the_first_and_later_calls_run_inside_transforms(ranks: int, environment: Environment) -> None:
-    run_ranks(compute_in_transforms, ranks, environment=environment)
-
-
-# -- modes and default settings
 
 
 def train(
@@ -174,7 +165,9 @@ def train(
     return results
 
 
-def train_in_settings() -> None:
+@in_worlds
+@on_ranks("ranks", environment="environment")
+def test_settings_of_the_caller_change_no_result() -> None:
     expected = train(nullcontext, nullcontext)
     for name, context in SETTINGS.items():
         for i, (got, want) in enumerate(zip(train(context, context), expected, strict=True)):
@@ -182,14 +175,8 @@ def train_in_settings() -> None:
 
 
 @in_worlds
-def test_settings_of_the_caller_change_no_result(ranks: int, environment: Environment) -> None:
-    run_ranks(train_in_settings, ranks, environment=environment)
-
-
-# -- what modes see
-
-
-def count_operations() -> None:
+@on_ranks("ranks", environment="environment")
+def test_modes_see_the_operations_of_the_model_alone() -> None:
     for kind in (Operations, Functions):
         seen = []
         for is_sharded in (False, True):
@@ -203,11 +190,6 @@ def count_operations() -> None:
                 model.zero_grad()
                 seen.append((kind, step, forward.seen, backward.seen))
         assert seen[2:] == seen[:2]
-
-
-@in_worlds
-def test_modes_see_the_operations_of_the_model_alone(ranks: int, environment: Environment) -> None:
-    run_ranks(count_operations, ranks, environment=environment)
 
 
 class Watching(Operations):
@@ -227,10 +209,9 @@ def test_a_mode_sees_the_library_if_its_class_asks_for_it_and_all_modes_are_put_
     assert watching.seen > inner.seen
 
 
-# -- autocast
-
-
-def train_in_autocast() -> None:
+@in_worlds
+@on_ranks("ranks", environment="environment")
+def test_autocast_gives_the_gradients_of_the_plain_model() -> None:
     for around_backward in (False, True):
         grads: list[list[Any]] = []
         for is_sharded in (False, True):
@@ -246,11 +227,6 @@ def train_in_autocast() -> None:
             grads.append([each.full_tensor() for each in found] if is_sharded else found)
         for got, want in zip(grads[1], grads[0], strict=True):
             assert_exact(got, want, "gradient")
-
-
-@in_worlds
-def test_autocast_gives_the_gradients_of_the_plain_model(ranks: int, environment: Environment) -> None:
-    run_ranks(train_in_autocast, ranks, environment=environment)
 
 
 class Product(torch.Tensor):
@@ -277,9 +253,6 @@ def test_hooks_of_tensor_subclasses_run_outside_of_autocast() -> None:
         model(batch()).sum().backward()
         model.unshard()
     assert_exact(model.weight.detach().as_subclass(torch.Tensor), expected, "weight")
-
-
-# -- selective checkpointing
 
 
 class Region(nn.Sequential):
@@ -323,7 +296,9 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-def checkpoint_selectively() -> None:
+@in_worlds
+@on_ranks("ranks", environment="environment")
+def test_regions_of_sharded_modules_are_checkpointed_selectively() -> None:
     for name, way in WAYS.items():
         for shards_layers in (True, False):
             for frozen in (False, True):
@@ -346,8 +321,3 @@ def checkpoint_selectively() -> None:
                     assert (got is None) == (want is None)
                     if got is not None:
                         torch.testing.assert_close(got.full_tensor(), want, msg=f"{name}: {got}, not {want}")
-
-
-@in_worlds
-def test_regions_of_sharded_modules_are_checkpointed_selectively(ranks: int, environment: Environment) -> None:
-    run_ranks(checkpoint_selectively, ranks, environment=environment)

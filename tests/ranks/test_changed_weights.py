@@ -139,7 +139,12 @@ def sharded_mixture() -> nn.Module:
     )
 
 
-def follow_training(kind: str) -> None:
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("plain", 2), ("plain", 4), ("hybrid", 4), ("tensor parallel", 4), ("experts", 4)]
+)
+@on_ranks("ranks", timeout=240)
+def test_a_receiver_of_changes_has_the_bytes_of_a_full_stream(kind: str) -> None:
     model = sharded_mixture() if kind == "experts" else sharded_llama(kind)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
     receiver = Receiver(model, bucket_bytes=3000, key_map=None if kind == "experts" else llama_names)
@@ -156,14 +161,6 @@ def follow_training(kind: str) -> None:
         if step % 10 == 9:
             sparse += sum(not flush.parsed.is_whole for flush in receiver.update())
     assert sparse >= 9
-
-
-@pytest.mark.behaviour("C-14")
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [("plain", 2), ("plain", 4), ("hybrid", 4), ("tensor parallel", 4), ("experts", 4)]
-)
-def test_a_receiver_of_changes_has_the_bytes_of_a_full_stream(kind: str, ranks: int) -> None:
-    run_ranks(follow_training, ranks, kind, timeout=240)
 
 
 class Stop(Exception):
@@ -189,7 +186,10 @@ def change(model: nn.Module, dense: tuple[str, ...] = ()) -> None:
             local.view(-1)[:: 1 if name in dense else 40].add_(1)
 
 
-def go_on_after_one_has_left(shape: tuple[int, ...]) -> None:
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@on_ranks("shape", timeout=120)
+def test_all_ranks_go_on_after_one_has_left_and_the_next_stream_is_whole(shape: tuple[int, ...]) -> None:
     """Leave the loop on one rank in each flush. The others raise or end, and the next stream has all values."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = shard_layers(seeded(Chain)(), fully_shard, mesh=init_device_mesh("cpu", shape))
@@ -213,12 +213,6 @@ def go_on_after_one_has_left(shape: tuple[int, ...]) -> None:
         assert {flush.parsed.is_whole for flush in everything} == {same}, "other replicas have lost nothing"
         change(model, ("layers.2.weight",))
         assert [flush.parsed.is_whole for flush in receiver.update()].count(True) == 1
-
-
-@pytest.mark.behaviour("C-14")
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
-def test_all_ranks_go_on_after_one_has_left_and_the_next_stream_is_whole(shape: tuple[int, ...]) -> None:
-    run_ranks(go_on_after_one_has_left, prod(shape), shape, timeout=120)
 
 
 def run_out_of_memory() -> None:
@@ -415,7 +409,43 @@ SHAPES = st.lists(
 )
 
 
-def follow_odd_models() -> None:
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_a_copy_of_changes_sends_everything_after_the_target_or_the_source_was_another() -> None:
+    mesh, sent = init_device_mesh("cpu", (2,)), list[bool]()
+    source, other = (shard_layers(seeded(Chain)(), fully_shard, mesh=mesh) for _ in range(2))
+    target = seeded(Chain)()
+
+    def copied(model: nn.Module) -> bool:
+        """Copy changes, and return whether everything was sent."""
+        sent.clear()
+        make = Flush.of
+
+        def noted(header: FlushHeader, *tensors: Any) -> Flush:
+            sent.append(header.is_whole)
+            return make(header, *tensors)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Flush, "of", staticmethod(noted))
+            copy_params(model, target, changed=True)
+        for name, value in model.named_parameters():
+            assert torch.equal(full_value(value), target.get_parameter(name).detach()), name
+        return all(sent)
+
+    assert copied(source)
+    change(source)
+    assert not copied(source)
+    with torch.no_grad():
+        target.get_parameter("layers.0.weight").zero_()
+    assert copied(source)
+    assert not copied(source)
+    change(other)
+    assert copied(other)
+
+
+@pytest.mark.behaviour("C-14")
+@on_ranks(4, timeout=300)
+def test_any_layout_and_density_has_the_bytes_of_a_full_stream() -> None:
     mesh = named_mesh(dp=2, tp=2)
 
     @settings(
@@ -454,42 +484,3 @@ def follow_odd_models() -> None:
                 assert not any(patch.values.numel() for flush in flushes for patch in flush.patches())
 
     check()
-
-
-@pytest.mark.behaviour("C-14")
-@on_ranks(2)
-def test_a_copy_of_changes_sends_everything_after_the_target_or_the_source_was_another() -> None:
-    mesh, sent = init_device_mesh("cpu", (2,)), list[bool]()
-    source, other = (shard_layers(seeded(Chain)(), fully_shard, mesh=mesh) for _ in range(2))
-    target = seeded(Chain)()
-
-    def copied(model: nn.Module) -> bool:
-        """Copy changes, and return whether everything was sent."""
-        sent.clear()
-        make = Flush.of
-
-        def noted(header: FlushHeader, *tensors: Any) -> Flush:
-            sent.append(header.is_whole)
-            return make(header, *tensors)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Flush, "of", staticmethod(noted))
-            copy_params(model, target, changed=True)
-        for name, value in model.named_parameters():
-            assert torch.equal(full_value(value), target.get_parameter(name).detach()), name
-        return all(sent)
-
-    assert copied(source)
-    change(source)
-    assert not copied(source)
-    with torch.no_grad():
-        target.get_parameter("layers.0.weight").zero_()
-    assert copied(source)
-    assert not copied(source)
-    change(other)
-    assert copied(other)
-
-
-@pytest.mark.behaviour("C-14")
-def test_any_layout_and_density_has_the_bytes_of_a_full_stream() -> None:
-    run_ranks(follow_odd_models, 4, timeout=300)

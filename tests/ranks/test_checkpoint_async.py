@@ -16,7 +16,7 @@ from composable_fsdp import fully_shard, local_optimizer
 from composable_fsdp.checkpoint import latest, load, load_safetensors, save, save_safetensors
 from tests.helpers.checkpoint_worlds import Gate, all_ranks_raise, local, train
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 
 
 @pytest.mark.behaviour("F-11", "F-12")
@@ -41,12 +41,14 @@ def test_the_next_operation_waits_for_the_save(tmp_path: Path) -> None:
         assert latest(tmp_path / "run") is not None
 
 
-def failed(folder: Path) -> None:
+@pytest.mark.behaviour("F-12")
+@on_ranks(2, timeout=60)
+def test_a_failed_save_is_raised_by_the_next_operation(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
-    save_safetensors(model, folder / "files")
+    save_safetensors(model, tmp_path / "files")
     with pytest.MonkeyPatch.context() as monkeypatch:
         gate = Gate(monkeypatch)
-        pending = save(folder / "run", model, asynchronous=True, timeout=1)
+        pending = save(tmp_path / "run", model, asynchronous=True, timeout=1)
         if dist.get_rank() == 0:
             gate.opened.set()
             while not pending.done():
@@ -54,15 +56,10 @@ def failed(folder: Path) -> None:
         dist.barrier()
         gate.opened.set()
         with all_ranks_raise(
-            rf"^the save before load_safetensors: .*saving {folder}/run/step-00000000: rank [01]: gone"
+            rf"^the save before load_safetensors: .*saving {tmp_path}/run/step-00000000: rank [01]: gone"
         ):
-            load_safetensors(model, folder / "files")
-    load_safetensors(model, folder / "files")
-
-
-@pytest.mark.behaviour("F-12")
-def test_a_failed_save_is_raised_by_the_next_operation(tmp_path: Path) -> None:
-    run_ranks(failed, 2, tmp_path, timeout=60)
+            load_safetensors(model, tmp_path / "files")
+    load_safetensors(model, tmp_path / "files")
 
 
 @pytest.mark.behaviour("F-07", "F-12")

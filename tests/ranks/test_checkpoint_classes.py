@@ -26,7 +26,7 @@ from composable_fsdp.checkpoint import (
 from composable_fsdp.errors import CheckpointError
 from tests._internals import describe_checkpoint
 from tests.helpers.checkpoint_worlds import all_ranks_raise
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.tensor_classes import CLASSES, Closed, Coded, inner_of, model_of
 
 PORTABLE = ["tagged", "pair", "coded"]
@@ -133,21 +133,23 @@ def test_an_inner_tensor_that_is_no_cut_is_refused_by_name(tmp_path: Path) -> No
     assert_same(fresh, one)
 
 
-def closed(folder: Path) -> None:
+@pytest.mark.behaviour("F-02", "F-12")
+@on_ranks(2)
+def test_unsupported_operations_of_a_class_name_the_parameter(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     model.weight = nn.Parameter(Closed(model.weight.detach()))
     with all_ranks_raise() as raised:
-        save(folder, model)
+        save(tmp_path, model)
     assert str(raised.value) == (
-        f"saving to {folder}: model.weight cannot be saved: its class tests.helpers.tensor_classes.Closed has "
+        f"saving to {tmp_path}: model.weight cannot be saved: its class tests.helpers.tensor_classes.Closed has "
         "__torch_dispatch__ and no __tensor_flatten__, so nothing says which plain tensors it consists of. Give the "
         "class __tensor_flatten__ and __tensor_unflatten__, or leave the tensor out of the state dict and make it "
         "again after load()."
     )
-    assert not list(folder.glob("step-*"))
+    assert not list(tmp_path.glob("step-*"))
     coded = sharded(["coded"], 1)
     with all_ranks_raise(r"save_safetensors: coded\.weight: a Coded cannot be copied to a plain tensor \(Attrib"):
-        save_safetensors(coded, folder / "tensors")
+        save_safetensors(coded, tmp_path / "tensors")
     with all_ranks_raise(r"^coded\.weight cannot be gathered: its class Coded does not support it \(NotImplemented"):
         state_dict(coded, Full())
     pair = sharded(["pair"], 1)
@@ -160,11 +162,6 @@ def closed(folder: Path) -> None:
         load_state_dict(pair, rank0, broadcast_from_rank0=True)
     momenta = optimizer_state_dict(pair, pair_optimizer(pair), Full())["state"]["pair.weight"]["momentum_buffer"]
     assert torch.equal(momenta.right, full["pair.weight"].right)
-
-
-@pytest.mark.behaviour("F-02", "F-12")
-def test_unsupported_operations_of_a_class_name_the_parameter(tmp_path: Path) -> None:
-    run_ranks(closed, 2, tmp_path)
 
 
 def mismatch(folder: Path, model: nn.Module, expected: Sequence[str]) -> None:

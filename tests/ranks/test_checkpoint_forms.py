@@ -94,7 +94,10 @@ def assert_shown(model: nn.Module, expected: dict[str, Any], mesh: DeviceMesh) -
                 assert_exact(found[name], value, name)
 
 
-def all_forms(shape: tuple[int, ...]) -> None:
+@pytest.mark.behaviour("F-02", "F-03", "F-04", "F-13")
+@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (2, 2)], ids=str)
+@on_ranks("shape")
+def test_every_form_has_the_trained_values_in_their_own_dtype_and_loads_back(shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape)
     for options in ({}, BF16, OFFLOAD, BF16 | OFFLOAD) if shape == (2,) else ({}, BF16 | OFFLOAD):
         model, reference = shard(build(), mesh, wrap="before", **options), build()
@@ -113,12 +116,6 @@ def all_forms(shape: tuple[int, ...]) -> None:
                 found = copy.deepcopy(state_dict(model, form))
                 assert not any(load_state_dict(scramble(fresh), found, form))
                 same_values(full_state_of(fresh), expected)
-
-
-@pytest.mark.behaviour("F-02", "F-03", "F-04", "F-13")
-@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (2, 2)], ids=str)
-def test_every_form_has_the_trained_values_in_their_own_dtype_and_loads_back(shape: tuple[int, ...]) -> None:
-    run_ranks(all_forms, prod(shape), shape)
 
 
 @pytest.mark.behaviour("F-04")

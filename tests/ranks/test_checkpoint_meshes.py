@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from composable_fsdp import ShardPlacementResult, fully_shard
 from composable_fsdp.checkpoint import load, load_safetensors, save, save_safetensors
 from tests.helpers.checkpoint_worlds import all_ranks_raise
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 
 
 def mixture(placement: Any, expert_of_rank: Any, *, dense_on: str = "all") -> nn.Module:
@@ -60,22 +60,19 @@ def experts(folder: Path) -> None:
             assert all(map(torch.equal, values(fresh), expected))
 
 
-def experts_on_as_many_ranks_as_dense_layers(folder: Path) -> None:
+@pytest.mark.behaviour("F-07")
+@on_ranks(4)
+def test_experts_on_as_many_ranks_as_dense_layers_are_compared_too(tmp_path: Path) -> None:
     for dense_on in ("data", "expert"):
-        for call in (lambda m: save(folder / "no", m), lambda m: save_safetensors(m, folder / "no")):
+        for call in (lambda m: save(tmp_path / "no", m), lambda m: save_safetensors(m, tmp_path / "no")):
             with all_ranks_raise("expert.* on several meshes, with other values on rank 1 than on rank 0"):
                 call(mixture(None, lambda index: index, dense_on=dense_on))
         alike = mixture(None, lambda index: 7, dense_on=dense_on)
         expected = values(alike)
-        save(folder / dense_on, alike)
+        save(tmp_path / dense_on, alike)
         fresh = mixture(None, lambda index: index, dense_on=dense_on)
-        load(folder / dense_on, fresh)
+        load(tmp_path / dense_on, fresh)
         assert all(map(torch.equal, values(fresh), expected))
-
-
-@pytest.mark.behaviour("F-07")
-def test_experts_on_as_many_ranks_as_dense_layers_are_compared_too(tmp_path: Path) -> None:
-    run_ranks(experts_on_as_many_ranks_as_dense_layers, 4, tmp_path)
 
 
 @pytest.mark.behaviour("F-07")

@@ -42,7 +42,7 @@ from composable_fsdp.errors import CheckpointError, UnsavableStateWarning
 from composable_fsdp.optim import local_optimizer, offload_optimizer
 from tests._internals import describe_checkpoint, local_part
 from tests.helpers.checkpoint_worlds import all_ranks_raise
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.tensor_classes import Blocked, BlockedAdam, inner_of
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: make install")
@@ -211,9 +211,6 @@ def test_quantizing_again_is_exact_for_unsigned_and_fp8_state_only(seed: int, ex
         assert torch.equal(torch.empty(values.shape).copy_(state), once) == is_exact, state
 
 
-# -- other meshes
-
-
 def full_values(model: Any, optimizer: Any) -> dict[str, Any]:
     return cast(dict[str, Any], optimizer_state_dict(model, optimizer, Full())["state"])
 
@@ -274,9 +271,6 @@ def test_8_bit_state_is_quantized_again_on_other_meshes(
     assert classes > {"Tensor"}
 
 
-# -- torch.distributed.checkpoint
-
-
 def both_ways(folder: Path, kind: str) -> None:
     """Check that torch's functions load what ours save, and ours what theirs save, exactly."""
     model, optimizer = built(kind, "sharded", 0)
@@ -316,9 +310,6 @@ def test_torch_loads_8_bit_state_from_here_and_the_other_way_round(kind: str, tm
     assert_close_state(full_values(model, optimizer), full_values(*expected), 0)
 
 
-# -- state dicts
-
-
 def through_state_dicts(kind: str) -> dict[str, Any]:
     model, optimizer = built(kind, "sharded", 0)
     train(model, optimizer, range(3))
@@ -354,14 +345,13 @@ def test_state_dicts_have_8_bit_state_as_it_is_or_in_full_dequantized(kind: str)
     assert_close_state(full_values(model, optimizer), full["state"], ROUNDING[kind])
 
 
-# -- what cannot be saved, and what is refused
-
-
 class Unpicklable:
     """What the attribute of a tensor may be: ``torch.load`` admits no class of this module."""
 
 
-def warns_and_refuses(folder: Path) -> None:
+@pytest.mark.behaviour("F-12")
+@on_ranks(2)
+def test_a_class_that_cannot_be_pickled_is_named_at_the_first_step_and_by_save(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
     fully_shard(model)
@@ -383,17 +373,12 @@ def warns_and_refuses(folder: Path) -> None:
     ), texts
     assert "keep only tensors, numbers and strings in its attributes; or admit their classes" in texts[0]
     with all_ranks_raise() as raised:
-        save(folder, model, optimizer)
-    assert f"saving to {folder}: optimizer.state.0.weight.moment cannot be saved: {reason}" in str(raised.value)
-    assert not list(folder.glob("step-*"))
+        save(tmp_path, model, optimizer)
+    assert f"saving to {tmp_path}: optimizer.state.0.weight.moment cannot be saved: {reason}" in str(raised.value)
+    assert not list(tmp_path.glob("step-*"))
     with torch.serialization.safe_globals([Unpicklable]):
-        save(folder, model, optimizer)
-        load(folder, model, optimizer)
-
-
-@pytest.mark.behaviour("F-12")
-def test_a_class_that_cannot_be_pickled_is_named_at_the_first_step_and_by_save(tmp_path: Path) -> None:
-    run_ranks(warns_and_refuses, 2, tmp_path)
+        save(tmp_path, model, optimizer)
+        load(tmp_path, model, optimizer)
 
 
 @pytest.mark.behaviour("F-12")

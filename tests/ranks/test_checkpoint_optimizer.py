@@ -350,9 +350,6 @@ def test_state_of_offloaded_parameters() -> None:
     same_values({"exp_avg": sharded.full_tensor()}, {"exp_avg": value})
 
 
-# -- in checkpoints on disk
-
-
 @pytest.mark.behaviour("F-09")
 @on_ranks(2)
 def test_plain_shards_of_an_optimizer_have_the_local_form_only(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from tests.helpers.checkpoint_worlds import (
 )
 from tests.helpers.known_watchdog import known_watchdog
 from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 from tests.helpers.warned import find_warning, release_after, wait_for_release, warned
 
@@ -106,13 +106,15 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(failures, 2, tmp_path / "run")
 
 
-def falls_back(folder: Path) -> None:
+@pytest.mark.behaviour("F-12", "H-05")
+@on_ranks(2)
+def test_all_ranks_fall_back_to_the_same_checkpoint(tmp_path: Path) -> None:
     """Damage files of both ranks. All ranks load the same checkpoint."""
     rank, build = dist.get_rank(), WORLDS["2, on dim 1"][1]
     model = build()
     optimizer = adamw(model)
     fill(model, optimizer)
-    paths = [save(folder, model, optimizer, {"rank": rank}, step=step).path for step in (1, 2, 3, 4)]
+    paths = [save(tmp_path, model, optimizer, {"rank": rank}, step=step).path for step in (1, 2, 3, 4)]
     if rank == 0:
         for path, name in ((paths[3], "__1_0.distcp"), (paths[2], "__0_0.distcp")):
             data = bytearray((path / name).read_bytes())
@@ -120,25 +122,20 @@ def falls_back(folder: Path) -> None:
             (path / name).write_bytes(data)
         (paths[1] / ".metadata").unlink()
     dist.barrier()
-    text = refused(lambda: load(folder, zeroed(build())))
+    text = refused(lambda: load(tmp_path, zeroed(build())))
     assert "step-00000001 is the newest that is intact: pass fallback=True to load it. Damaged:\n" in text
     for step, name in ((4, "__1_0.distcp"), (3, "__0_0.distcp"), (2, ".metadata")):
         assert f"/step-0000000{step}/{name} is " in text
-    assert load(folder, zeroed(model), optimizer, fallback=True) == {"rank": rank}
+    assert load(tmp_path, zeroed(model), optimizer, fallback=True) == {"rank": rank}
     assert_holds(model, optimizer)
     if rank == 1:
         (paths[0] / "__1_0.distcp").unlink()
     dist.barrier()
     before = zeroed(build())
     assert "no checkpoint in it is intact:\n  step-00000004: rank " in refused(
-        lambda: load(folder, before, fallback=True)
+        lambda: load(tmp_path, before, fallback=True)
     )
     assert not any(local(p).any() for p in before.parameters() if p is not before.temperature)
-
-
-@pytest.mark.behaviour("F-12", "H-05")
-def test_all_ranks_fall_back_to_the_same_checkpoint(tmp_path: Path) -> None:
-    run_ranks(falls_back, 2, tmp_path)
 
 
 CALLS: dict[str, Callable[[Path, nn.Module, dict[str, Any]], object]] = {
@@ -161,24 +158,21 @@ DIFFERING: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def other_arguments(folder: Path) -> None:
+@pytest.mark.behaviour("F-08")
+@on_ranks(2)
+def test_arguments_that_differ_between_ranks_are_an_error_that_shows_both_calls(tmp_path: Path) -> None:
     rank, model = dist.get_rank(), nn.Linear(3, 3)
-    save(folder, model, step=0)
-    save_safetensors(model, folder / "files")
+    save(tmp_path, model, step=0)
+    save_safetensors(model, tmp_path / "files")
     for name, given in DIFFERING:
-        text = refused(lambda name=name, given=given: CALLS[name](folder, model, given if rank else {}))
+        text = refused(lambda name=name, given=given: CALLS[name](tmp_path, model, given if rank else {}))
         shown = ", ".join(f"{argument}={value!r}" for argument, value in given.items())
         pattern = rf"the ranks did not make the same call: rank 0 {name}[^=]*(, step=1\))?, rank 1 {name}\(.*{shown}\)"
         assert re.match(pattern, text), text
         CALLS[name](
-            folder, model, {"asynchronous": 0, "keep_last": [1, torch.tensor(1)][rank]} if name == "save" else {}
+            tmp_path, model, {"asynchronous": 0, "keep_last": [1, torch.tensor(1)][rank]} if name == "save" else {}
         )
-    assert [path.name for path in folder.glob("step-*")] == ["step-00000001"]
-
-
-@pytest.mark.behaviour("F-08")
-def test_arguments_that_differ_between_ranks_are_an_error_that_shows_both_calls(tmp_path: Path) -> None:
-    run_ranks(other_arguments, 2, tmp_path)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000001"]
 
 
 def missing(folder: Path) -> None:
@@ -260,14 +254,16 @@ def test_a_save_on_some_ranks_only_is_an_error_within_seconds(tmp_path: Path, tr
     run_ranks(only_some, 2, tmp_path, environment=transport, lost=[1])  # rank 1 cannot be used by other tests
 
 
-def slow(folder: Path) -> None:
+@pytest.mark.behaviour("F-12")
+@on_ranks(2)
+def test_a_rank_that_takes_too_long_is_named_and_the_next_save_works(tmp_path: Path) -> None:
     """Let rank 1 write for longer than the timeout of the others."""
     rank, model = dist.get_rank(), nn.Linear(3, 3)
     with pytest.MonkeyPatch.context() as monkeypatch:
         gate = Gate(monkeypatch)
         if rank == 0:
             gate.opened.set()
-        pending = save(folder, model, step=1, asynchronous=True, timeout=1)
+        pending = save(tmp_path, model, step=1, asynchronous=True, timeout=1)
         while rank == 0 and not pending.done():
             time.sleep(0.01)
         dist.barrier()
@@ -275,16 +271,11 @@ def slow(folder: Path) -> None:
         if rank == 0:
             with pytest.raises(CheckpointError, match="step-00000001: rank 1: gone, or did not answer within 1 s"):
                 pending.wait()
-    assert latest(folder) is None
-    text = refused(lambda: save(folder, model, step=2))  # rank 0 knows of it already, rank 1 does not
-    before = f"the save before save({str(folder)!r}, step=2)"
-    assert text.startswith(f"{before}: rank 1: saving {folder}/step-00000001: rank 0: gone, or did ")
-    assert save(folder, model, step=2).path == latest(folder)
-
-
-@pytest.mark.behaviour("F-12")
-def test_a_rank_that_takes_too_long_is_named_and_the_next_save_works(tmp_path: Path) -> None:
-    run_ranks(slow, 2, tmp_path)
+    assert latest(tmp_path) is None
+    text = refused(lambda: save(tmp_path, model, step=2))  # rank 0 knows of it already, rank 1 does not
+    before = f"the save before save({str(tmp_path)!r}, step=2)"
+    assert text.startswith(f"{before}: rank 1: saving {tmp_path}/step-00000001: rank 0: gone, or did ")
+    assert save(tmp_path, model, step=2).path == latest(tmp_path)
 
 
 PLACE = "composable_fsdp/checkpoint"
@@ -417,20 +408,17 @@ def test_training_resumes_within_rounding_on_another_number_of_ranks(tmp_path: P
         torch.testing.assert_close(on_two, on_four, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def begin_a_second_world(folder: Path) -> None:
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["shared", "sockets"])
+@on_ranks(2, environment="transport", timeout=30)
+def test_a_second_default_group_over_the_same_store_reads_no_stale_keys(tmp_path: Path) -> None:
     """Destroy the default group, initialize another over the same store, and make calls that do not match."""
     rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
     model = nn.Linear(3, 3)
-    save(folder, model, step=1)
+    save(tmp_path, model, step=1)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    save(folder, model, step=2)
+    save(tmp_path, model, step=2)
     with pytest.raises(CheckpointError, match="the ranks did not make the same call"):
-        save(folder, model, step=3) if rank == 0 else load(folder, model)
+        save(tmp_path, model, step=3) if rank == 0 else load(tmp_path, model)
     fully_shard(model)(torch.ones(2, 3)).sum().backward()
-
-
-@pytest.mark.behaviour("F-12")
-@pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["shared", "sockets"])
-def test_a_second_default_group_over_the_same_store_reads_no_stale_keys(tmp_path: Path, transport: Environment) -> None:
-    run_ranks(begin_a_second_world, 2, tmp_path, environment=transport, timeout=30)

@@ -37,9 +37,6 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape)
 
 
-# -- the divisor of the sum
-
-
 def summed_gradients(task_name: str) -> dict[str, torch.Tensor]:
     """Return the gradients of all ranks' first batches on the unsharded model."""
     task = TASKS[task_name]
@@ -61,7 +58,10 @@ def _message(what: str) -> Callable[[str], str]:
     return lambda text: f"{what}: {text}"
 
 
-def divide_in_every_way(mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.behaviour("C-09", "D-01")
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)])
+@on_ranks("mesh_shape")
+def test_gradients_are_divided_once_by_the_factor_in_every_dtype(mesh_shape: tuple[int, ...]) -> None:
     task, rank, world_size = TASKS["mlp"], dist.get_rank(), dist.get_world_size()
     sums = summed_gradients("mlp")
     for factor in (None, 1.0, 3.0, float(world_size), 16):
@@ -84,12 +84,6 @@ def divide_in_every_way(mesh_shape: tuple[int, ...]) -> None:
             model.set_gradient_divide_factor(bad)
 
 
-@pytest.mark.behaviour("C-09", "D-01")
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)])
-def test_gradients_are_divided_once_by_the_factor_in_every_dtype(mesh_shape: tuple[int, ...]) -> None:
-    run_ranks(divide_in_every_way, torch.Size(mesh_shape).numel(), mesh_shape)
-
-
 @pytest.mark.behaviour("D-01")
 @on_ranks(4)
 def test_a_reduction_in_fp16_neither_overflows_nor_vanishes() -> None:
@@ -102,9 +96,6 @@ def test_a_reduction_in_fp16_neither_overflows_nor_vanishes() -> None:
         gradient = model.weight.grad
         assert isinstance(gradient, DTensor)
         torch.testing.assert_close(gradient.to_local(), torch.full((1, 4), value), rtol=0.1, atol=0)
-
-
-# -- the all-reduce hook
 
 
 def hook_into_the_reduction(mesh_shape: tuple[int, ...]) -> None:
@@ -151,9 +142,6 @@ def test_the_all_reduce_hook_changes_the_gradient() -> None:
     run_ranks(hook_into_the_reduction, 2, (2,))
     run_ranks(hook_into_the_reduction, 4, (2, 2))
     run_ranks(replicate_by_hook, 4)
-
-
-# -- custom collectives
 
 
 class Counted:
@@ -239,9 +227,6 @@ def test_custom_collectives_get_one_message_per_group(mesh_shape: tuple[int, ...
         run_ranks(refuse_what_is_no_collective, 2)
 
 
-# -- process groups, pools, streams
-
-
 def group_of(communicator: object) -> dist.ProcessGroup:
     assert is_over_group(communicator)
     return communicator.group
@@ -322,9 +307,6 @@ def test_process_groups_memory_pools_events_and_reductions_in_flight_can_be_set(
     run_ranks(trace_reductions_in_flight, 2, environment=SOCKETS)
     run_ranks(train_after_an_event, 2)
     run_ranks(separate_and_pool, 4)
-
-
-# -- the calls that torch makes
 
 
 class Noted:

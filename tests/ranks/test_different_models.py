@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import DivergenceError, MixedPrecisionPolicy, fully_shard
 from tests.helpers.counted_collectives import counted_collectives
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.slack import slack
-from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS
 
 SECONDS = 5.0
 """The time within which every rank must raise the error."""
@@ -44,9 +44,6 @@ def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
 
 def build_two(**options: Any) -> nn.Sequential:
     return nn.Sequential(Block(), Block(**options))
-
-
-# -- models that the last rank builds instead of ``shard(build_two())``
 
 
 def change_shape() -> nn.Sequential:
@@ -143,18 +140,15 @@ def test_values_of_other_shapes_are_not_sent() -> None:
         fully_shard(model[1], sync_module_states=True)
 
 
-def change_one_replica() -> None:
+@pytest.mark.behaviour("H-02")
+@pytest.mark.parametrize("transport", [SOCKETS, COPIES, IN_COMMON], ids=["sockets", "copies", "in common"])
+@on_ranks(4, environment="transport")
+def test_replicas_are_compared_too() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     width = 12 if dist.get_rank() >= 2 else 8
     model = shard(build_two(width=width), mesh=mesh)
     with pytest.raises(DivergenceError, match=r"(?s)ranks 0, 1: .*\(8, 8\).*ranks 2, 3: .*\(12, 8\)"):
         model(torch.ones(2, 8))
-
-
-@pytest.mark.behaviour("H-02")
-@pytest.mark.parametrize("transport", [SOCKETS, COPIES, IN_COMMON], ids=["sockets", "copies", "in common"])
-def test_replicas_are_compared_too(transport: Environment) -> None:
-    run_ranks(change_one_replica, 4, environment=transport)
 
 
 def count_comparisons(model: nn.Sequential) -> list[int]:

@@ -21,9 +21,7 @@ from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import LostExtensionWarning, MissingNameError, ParameterError
 from tests._internals import state_of
 from tests.helpers.extension_tensors import Pair, Scaled, batch_of
-from tests.helpers.run_ranks import on_ranks, run_ranks
-
-# -- the results of hooks
+from tests.helpers.run_ranks import on_ranks
 
 
 class WithHooks(torch.Tensor):
@@ -107,7 +105,10 @@ def place(dim: int, _: nn.Parameter) -> Shard:
     return Shard(dim)
 
 
-def pad_outputs(world_size: int) -> None:
+@pytest.mark.behaviour("E-01", "E-03", "E-04")
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_a_padded_result_of_the_second_hook_is_cut(world_size: int) -> None:
     rank = dist.get_rank()
     kinds = ((PadsRows, 0), (PadsFurther, 0), (ReturnsFlat, 0), (PadsColumns, 1))
     for (kind, dim), dtype, reshard in product(kinds, (None, torch.bfloat16), (True, False, world_size // 2)):
@@ -132,12 +133,6 @@ def pad_outputs(world_size: int) -> None:
             optimizer.zero_grad()
             with torch.no_grad():
                 reference.weight.copy_(gather_plain(model.weight))
-
-
-@pytest.mark.behaviour("E-01", "E-03", "E-04")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_padded_result_of_the_second_hook_is_cut(world_size: int) -> None:
-    run_ranks(pad_outputs, world_size, world_size)
 
 
 class Releases(WithHooks):
@@ -347,9 +342,6 @@ def test_a_hook_that_cannot_take_an_empty_shard_gets_a_row_of_zeros() -> None:
             model(x).sum().backward()
             scale = exact.abs().max() / 127
             torch.testing.assert_close(x.grad, (exact / scale).round() * scale)
-
-
-# -- the operations that a class supports
 
 
 class Few(Pair):

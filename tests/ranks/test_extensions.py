@@ -175,9 +175,6 @@ def test_all_packed_tensors_of_a_group_share_one_message() -> None:
     assert sent == [1]
 
 
-# -- with tensor parallelism
-
-
 asked: list[tuple[DeviceMesh, tuple[int, ...], tuple[int, ...]]] = []
 """The mesh, outer size and outer strides that the hooks received."""
 
@@ -384,9 +381,6 @@ def test_a_class_that_wants_padded_shards_gets_them() -> None:
     rows = -(-7 // dist.get_world_size())
     assert calls == [f"padded to {(rows, 2)}", f"gathered {(rows * dist.get_world_size(), 2)}"]
     assert torch.equal(model.weight.detach(), exact)
-
-
-# -- invalid hooks
 
 
 class OnlyPre(Pair):

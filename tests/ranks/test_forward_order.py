@@ -26,9 +26,6 @@ SECONDS = 5.0
 """The time within which every rank must raise the error."""
 
 
-# -- faults of the last rank
-
-
 @contextmanager
 def failing_within(seconds: float, kind: type[Exception], match: str) -> Iterator[None]:
     begin = time.monotonic()
@@ -75,7 +72,10 @@ def test_a_fault_in_the_first_step_is_an_error_on_four_ranks(transport: Environm
     run_ranks(fail_and_go_on, 4, "order", 0, environment=transport)
 
 
-def name_both_modules() -> None:
+@pytest.mark.behaviour("G-01")
+@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
+@on_ranks(2, environment="transport")
+def test_a_difference_in_order_names_what_each_rank_is_about_to_gather() -> None:
     model = build()
     model.swapped = dist.get_rank() == 1
     with pytest.raises(DivergenceError) as caught:
@@ -83,15 +83,6 @@ def name_both_modules() -> None:
     assert "\n  rank 0: all-gather of first in forward" in str(caught.value)
     assert "\n  rank 1: all-gather of second in forward" in str(caught.value)
     model.reset_iter_state()
-
-
-@pytest.mark.behaviour("G-01")
-@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
-def test_a_difference_in_order_names_what_each_rank_is_about_to_gather(transport: Environment) -> None:
-    run_ranks(name_both_modules, 2, environment=transport)
-
-
-# -- differences that are no faults
 
 
 def count_comparisons(model: nn.Module, play: Callable[[int], None], steps: int) -> list[int]:
@@ -138,7 +129,10 @@ def test_ranks_compare_only_new_sequences(ranks: int) -> None:
     run_ranks(train_and_evaluate, ranks, environment=SOCKETS)
 
 
-def change_order_on_all_ranks() -> None:
+@pytest.mark.behaviour("G-02")
+@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
+@on_ranks(2, 4, environment="transport")
+def test_an_order_that_changes_on_all_ranks_is_warned_of_once() -> None:
     """Change the order on all ranks alike: training continues and each rank warns once."""
     model = build()
     optimizer = sgd(model)
@@ -155,13 +149,6 @@ def change_order_on_all_ranks() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(model, optimizer)
-
-
-@pytest.mark.behaviour("G-02")
-@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_an_order_that_changes_on_all_ranks_is_warned_of_once(ranks: int, transport: Environment) -> None:
-    run_ranks(change_order_on_all_ranks, ranks, environment=transport)
 
 
 @on_ranks(2)

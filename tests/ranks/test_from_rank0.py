@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from math import prod
 from typing import Any
 
 import pytest
@@ -29,7 +28,14 @@ def fill_from_rank0(model: nn.Module, full: dict[str, Any]) -> None:
     load_state_dict(model, full if dist.get_rank() == 0 else {}, broadcast_from_rank0=True)
 
 
-def train_from_rank0(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+@pytest.mark.behaviour("A-12", "A-15", "F-05")
+@pytest.mark.parametrize(
+    ("task", "shape", "options"),
+    [("tied", (2,), {"offload_policy": CPUOffloadPolicy()}), ("transformer", (2, 2), {})],
+    ids=str,
+)
+@on_ranks("shape")
+def test_all_ranks_train_from_the_values_of_rank_0(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", shape)
     reference = TASKS[task].build()
     with torch.device("meta"):
@@ -38,16 +44,6 @@ def train_from_rank0(task: str, shape: tuple[int, ...], options: dict[str, Any])
     fill_from_rank0(model, reference.state_dict())
     assert_sharded(model, values_of(reference), mesh)
     train_and_compare(model, reference, TASKS[task])
-
-
-@pytest.mark.behaviour("A-12", "A-15", "F-05")
-@pytest.mark.parametrize(
-    ("task", "shape", "options"),
-    [("tied", (2,), {"offload_policy": CPUOffloadPolicy()}), ("transformer", (2, 2), {})],
-    ids=str,
-)
-def test_all_ranks_train_from_the_values_of_rank_0(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    run_ranks(train_from_rank0, prod(shape), task, shape, options)
 
 
 @pytest.mark.behaviour("A-06", "A-15", "F-05")

@@ -42,7 +42,10 @@ def assert_unsharded(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
         assert_exact(parameter.detach(), values[name], name)
 
 
-def show_and_write_back(task: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize(("task", "shape"), MESHES, ids=str)
+@on_ranks("shape")
+def test_unsharded_params_shows_full_parameters_and_keeps_writes_on_request(task: str, shape: tuple[int, ...]) -> None:
     for options in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
         model, reference = built(task, shape, **options), TASKS[task].build()
         backward(model, task)
@@ -64,12 +67,6 @@ def show_and_write_back(task: str, shape: tuple[int, ...]) -> None:
                 parameter.zero_()
         for name, value in values_of(model).items():
             assert_exact(value, values[name] * 2 + 1, name)
-
-
-@pytest.mark.behaviour("C-14")
-@pytest.mark.parametrize(("task", "shape"), MESHES, ids=str)
-def test_unsharded_params_shows_full_parameters_and_keeps_writes_on_request(task: str, shape: tuple[int, ...]) -> None:
-    run_ranks(show_and_write_back, prod(shape), task, shape)
 
 
 @pytest.mark.behaviour("C-14")
@@ -135,7 +132,10 @@ def test_written_values_replace_parameters_kept_unsharded() -> None:
     train_and_compare(model, reference, task)
 
 
-def write_gradients(shape: tuple[int, ...]) -> None:
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+@on_ranks("shape")
+def test_with_grads_shows_full_gradients_and_writes_them_back(shape: tuple[int, ...]) -> None:
     model = built("mlp", shape)
     backward(model, "mlp")
     rank = dist.get_rank()
@@ -178,12 +178,9 @@ def write_gradients(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.behaviour("C-14")
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_with_grads_shows_full_gradients_and_writes_them_back(shape: tuple[int, ...]) -> None:
-    run_ranks(write_gradients, prod(shape), shape)
-
-
-def unshard_on_rank_0(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@on_ranks("shape")
+def test_rank_0_only_shows_and_writes_full_parameters(shape: tuple[int, ...]) -> None:
     model, rank = built("mlp", shape), dist.get_rank()
     values = values_of(model)
     backward(model, "mlp")
@@ -209,12 +206,6 @@ def unshard_on_rank_0(shape: tuple[int, ...]) -> None:
             assert name == "scale"
         else:
             assert_exact(full_value(parameter.grad), torch.ones_like(values[name]), name)
-
-
-@pytest.mark.behaviour("C-14")
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
-def test_rank_0_only_shows_and_writes_full_parameters(shape: tuple[int, ...]) -> None:
-    run_ranks(unshard_on_rank_0, prod(shape), shape)
 
 
 class Stop(Exception):

@@ -20,8 +20,7 @@ from torch.nn.utils import parametrize
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import ParameterError
-from tests.helpers.run_ranks import on_ranks, run_ranks
-from tests.helpers.transports import TRANSPORTS
+from tests.helpers.run_ranks import on_ranks
 
 WIDTH = 4
 WHENS = ("first", "between steps", "between forward and backward")
@@ -183,7 +182,18 @@ def check_step(what: str, model: nn.Module, reference: nn.Module, out: torch.Ten
     reference.zero_grad()
 
 
-def compute_with_given_values(groups: str, reshard: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "transport", "groups", "reshard"),
+    [
+        (2, "in common", "one", True),
+        (2, "sockets", "one", False),
+        (2, "in common", "several", False),
+        (2, "sockets", "several", True),
+        (1, "sockets", "several", True),
+    ],
+)
+@on_ranks("ranks", environment="transport")
+def test_functional_call_computes_with_the_given_values(groups: str, reshard: bool) -> None:
     """Make each call before the model has run, between its steps, and between a forward and its backward."""
     x, own = inputs_of(9), inputs_of(dist.get_rank())
     for call in CALLS:
@@ -197,20 +207,6 @@ def compute_with_given_values(groups: str, reshard: bool) -> None:
             assert all(parameter.grad is None for parameter in model.parameters()), what
             check_step(what, model, reference, model(x) if out is None else out, x)
         check_step(f"{call.__name__}, at the end", model, reference, model(x), x)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "transport", "groups", "reshard"),
-    [
-        (2, "in common", "one", True),
-        (2, "sockets", "one", False),
-        (2, "in common", "several", False),
-        (2, "sockets", "several", True),
-        (1, "sockets", "several", True),
-    ],
-)
-def test_functional_call_computes_with_the_given_values(ranks: int, transport: str, groups: str, reshard: bool) -> None:
-    run_ranks(compute_with_given_values, ranks, groups, reshard, environment=TRANSPORTS[transport])
 
 
 class CallsWithValues(nn.Module):

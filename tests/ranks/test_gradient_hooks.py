@@ -126,7 +126,10 @@ class InBackward:
         pass
 
 
-def step_in_backward(mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.behaviour("C-12")
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+@on_ranks("mesh_shape")
+def test_optimizers_that_step_inside_backward_keep_parity(mesh_shape: tuple[int, ...]) -> None:
     for task, reshard in (("tied", True), ("mlp", False), ("mlp", None)):
         check_parity(
             TASKS[task].build,
@@ -136,15 +139,6 @@ def step_in_backward(mesh_shape: tuple[int, ...]) -> None:
             mesh=init_device_mesh("cpu", mesh_shape),
             reshard_after_forward=reshard,
         )
-
-
-@pytest.mark.behaviour("C-12")
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-def test_optimizers_that_step_inside_backward_keep_parity(mesh_shape: tuple[int, ...]) -> None:
-    run_ranks(step_in_backward, torch.Size(mesh_shape).numel(), mesh_shape)
-
-
-# -- the dtype of gradients
 
 
 def bf16_mlp(grad_dtype: torch.dtype | None) -> nn.Module:
@@ -375,9 +369,6 @@ def promote_two_dtypes() -> None:
 def test_gradients_of_several_dtypes_in_one_group_are_reduced_each_in_its_own_or_promoted() -> None:
     run_ranks(reduce_two_dtypes, 2)
     run_ranks(promote_two_dtypes, 2)
-
-
-# -- optimizers built before sharding
 
 
 @pytest.mark.behaviour("H-02")

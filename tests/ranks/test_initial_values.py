@@ -56,7 +56,10 @@ class Buffered(nn.Module):
         return (x @ self.weight.t()).sum() + self.get_buffer("mean").sum()
 
 
-def synchronise(shape: tuple[int, ...], message_bytes: int) -> None:
+@pytest.mark.behaviour("A-15", "A-11")
+@pytest.mark.parametrize(("shape", "message_bytes"), [((2,), 1 << 20), ((2,), 1), ((2, 2), 40), ((1,), 40)], ids=str)
+@on_ranks("shape")
+def test_all_ranks_start_from_the_values_of_rank_0(shape: tuple[int, ...], message_bytes: int) -> None:
     rank = dist.get_rank()
     module, first = Buffered(seed=10 + rank), Buffered(seed=10)
     parameters = {n: p.detach() for n, p in first.named_parameters() if not n.startswith("left")}
@@ -74,12 +77,6 @@ def synchronise(shape: tuple[int, ...], message_bytes: int) -> None:
         assert_exact(module.left.get_parameter(name), value, name)
     assert module.left.get_buffer("own") == 10 + rank
     module(torch.randn(2, 3)).backward()
-
-
-@pytest.mark.behaviour("A-15", "A-11")
-@pytest.mark.parametrize(("shape", "message_bytes"), [((2,), 1 << 20), ((2,), 1), ((2, 2), 40), ((1,), 40)], ids=str)
-def test_all_ranks_start_from_the_values_of_rank_0(shape: tuple[int, ...], message_bytes: int) -> None:
-    run_ranks(synchronise, prod(shape), shape, message_bytes)
 
 
 def count_messages() -> int:
@@ -137,8 +134,6 @@ def test_ignored_modules_are_neither_sharded_nor_reduced() -> None:
         dist.all_gather(others, plain.get_buffer("1.running_var"))
     assert not torch.equal(*others), "statistics of different batches are not synchronised"
 
-
-# -- initialize, sharded_rng
 
 SEED = 5
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import composable_fsdp
 from composable_fsdp import fully_shard
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.transports import SOCKETS
 
 # Bounds may only be lowered. Aims: 15 files and 12 frames in forward, 18 files in backward, 20 files in fully_shard.
@@ -133,7 +133,8 @@ def measure_a_steady_step() -> tuple[Way, Way]:
     return forward, backward
 
 
-def check_a_steady_step() -> None:
+@on_ranks(2, environment=SOCKETS)
+def test_a_steady_step_of_one_group_passes_through_few_files_and_calls() -> None:
     forward, backward = measure_a_steady_step()
     switches = int("spmd_types" in sys.modules)  # torch 2.14 imports it if it is installed; hooks switch its checks off
     forward.assert_at_most(
@@ -144,18 +145,11 @@ def check_a_steady_step() -> None:
     )
 
 
-def test_a_steady_step_of_one_group_passes_through_few_files_and_calls() -> None:
-    run_ranks(check_a_steady_step, 2, environment=SOCKETS)
-
-
-def check_fully_shard() -> None:
+@on_ranks(2, environment=SOCKETS)
+def test_fully_shard_of_a_linear_layer_passes_through_few_files() -> None:
     mesh, linear, way = init_device_mesh("cpu", (2,)), nn.Linear(8, 8), Way()
     first = fully_shard(nn.Linear(8, 8), mesh=mesh)  # installs hooks that exist once per process and are not measured
     with way:
         fully_shard(linear, mesh=mesh)
     del first
     way.assert_at_most(files=SHARD_FILES, depth=SHARD_DEPTH)
-
-
-def test_fully_shard_of_a_linear_layer_passes_through_few_files() -> None:
-    run_ranks(check_fully_shard, 2, environment=SOCKETS)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from composable_fsdp import fully_shard, local_optimizer, to_empty
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import assert_exact
 
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -148,7 +148,12 @@ def adamw(parameters: Iterable[Any]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
-def compare_variants(name: str, dtype: torch.dtype, asked: bool) -> None:
+@pytest.mark.behaviour("C-01", "C-05")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+@ASKED
+@on_ranks(2)
+def test_every_element_wise_optimizer_gives_the_same_bits(name: str, dtype: torch.dtype, asked: bool) -> None:
     for options in VARIANTS[name]:
         models, optimizers = pair(partial(getattr(torch.optim, name), **options), asked, dtype)
         for step in range(4):
@@ -161,15 +166,9 @@ def compare_variants(name: str, dtype: torch.dtype, asked: bool) -> None:
         assert_same(models, optimizers, f"{name} {options}")
 
 
-@pytest.mark.behaviour("C-01", "C-05")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", VARIANTS)
-@ASKED
-def test_every_element_wise_optimizer_gives_the_same_bits(name: str, dtype: torch.dtype, asked: bool) -> None:
-    run_ranks(compare_variants, 2, name, dtype, asked)
-
-
-def compare_with_plain_shards(name: str) -> None:
+@pytest.mark.parametrize("name", NOT_ON_DTENSORS)
+@on_ranks(2)
+def test_optimizer_variants_without_dtensor_support_equal_plain_shards_bitwise(name: str) -> None:
     for options in NOT_ON_DTENSORS[name]:
         model = build()
         fully_shard(model)
@@ -193,12 +192,11 @@ def compare_with_plain_shards(name: str) -> None:
                 assert isinstance(state[key], DTensor) == (value.shape == shard.shape)
 
 
-@pytest.mark.parametrize("name", NOT_ON_DTENSORS)
-def test_optimizer_variants_without_dtensor_support_equal_plain_shards_bitwise(name: str) -> None:
-    run_ranks(compare_with_plain_shards, 2, name)
-
-
-def step_tensor_parallel(options: dict[str, Any], asked: bool) -> None:
+@pytest.mark.behaviour("C-02")
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@ASKED
+@on_ranks(4)
+def test_shards_of_tensor_parallel_parameters(options: dict[str, Any], asked: bool) -> None:
     mesh = named_mesh(dp=2, tp=2)
     models = (PAIRS.build(), PAIRS.build())
     for model in models:
@@ -217,14 +215,8 @@ def step_tensor_parallel(options: dict[str, Any], asked: bool) -> None:
     assert_same(models, optimizers, str(options))
 
 
-@pytest.mark.behaviour("C-02")
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
-@ASKED
-def test_shards_of_tensor_parallel_parameters(options: dict[str, Any], asked: bool) -> None:
-    run_ranks(step_tensor_parallel, 4, options, asked)
-
-
-def step_unusual_tensors() -> None:
+@on_ranks(2)
+def test_plain_and_unusual_parameters_are_updated_as_before() -> None:
     """Step one group of unusual tensors.
 
     It has a 0-d tensor, a plain tensor, a gradient with other placements, and a gradient of another dtype.
@@ -254,11 +246,11 @@ def step_unusual_tensors() -> None:
         assert_same((nn.ParameterList(parameters[0]), nn.ParameterList(parameters[1])), optimizers, kind.__name__)
 
 
-def test_plain_and_unusual_parameters_are_updated_as_before() -> None:
-    run_ranks(step_unusual_tensors, 2)
-
-
-def use_schedulers_and_hooks(asked: bool) -> None:
+@pytest.mark.behaviour("C-01")
+@pytest.mark.filterwarnings("error")
+@ASKED
+@on_ranks(2)
+def test_schedulers_hooks_closures_and_groups_work_unchanged(asked: bool) -> None:
     """Check that a scheduler, hooks, closures, accumulation and a group added later behave the same."""
     models, optimizers = pair(adamw, asked)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
@@ -293,14 +285,11 @@ def use_schedulers_and_hooks(asked: bool) -> None:
     assert_same(models, optimizers)
 
 
-@pytest.mark.behaviour("C-01")
-@pytest.mark.filterwarnings("error")
+@pytest.mark.behaviour("C-11")
+@pytest.mark.parametrize("fused", [False, True])
 @ASKED
-def test_schedulers_hooks_closures_and_groups_work_unchanged(asked: bool) -> None:
-    run_ranks(use_schedulers_and_hooks, 2, asked)
-
-
-def step_with_scaler(fused: bool, asked: bool) -> None:
+@on_ranks(2)
+def test_scaled_losses_skip_the_same_steps(fused: bool, asked: bool) -> None:
     models, optimizers = pair(partial(torch.optim.AdamW, fused=fused), asked)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in optimizers]
     for step in range(4):
@@ -314,14 +303,10 @@ def step_with_scaler(fused: bool, asked: bool) -> None:
     assert_same(models, optimizers, f"fused={fused}")
 
 
-@pytest.mark.behaviour("C-11")
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.behaviour("C-12")
 @ASKED
-def test_scaled_losses_skip_the_same_steps(fused: bool, asked: bool) -> None:
-    run_ranks(step_with_scaler, 2, fused, asked)
-
-
-def step_in_backward(asked: bool) -> None:
+@on_ranks(2)
+def test_a_local_optimizer_steps_inside_backward(asked: bool) -> None:
     models = build(), build()
     for model in models:
         fully_shard(model)
@@ -343,13 +328,11 @@ def step_in_backward(asked: bool) -> None:
         assert_same(models, (ours, expected))
 
 
-@pytest.mark.behaviour("C-12")
+@pytest.mark.behaviour("F-09")
+@pytest.mark.parametrize("full", [False, True])
 @ASKED
-def test_a_local_optimizer_steps_inside_backward(asked: bool) -> None:
-    run_ranks(step_in_backward, 2, asked)
-
-
-def save_and_load(full: bool, asked: bool) -> None:
+@on_ranks(2)
+def test_state_is_saved_and_loaded_as_dtensors(full: bool, asked: bool) -> None:
     """Save and load by torch's functions, which initialise the state of a new optimizer by a step."""
     models, optimizers = pair(adamw, asked)
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -369,14 +352,10 @@ def save_and_load(full: bool, asked: bool) -> None:
     assert_same(others, fresh, "trained on")
 
 
-@pytest.mark.behaviour("F-09")
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.behaviour("F-04")
 @ASKED
-def test_state_is_saved_and_loaded_as_dtensors(full: bool, asked: bool) -> None:
-    run_ranks(save_and_load, 2, full, asked)
-
-
-def replace_memory(asked: bool) -> None:
+@on_ranks(2)
+def test_a_local_optimizer_follows_replaced_memory(asked: bool) -> None:
     """Check that the optimizer updates shards that ``assign`` or ``to_empty`` have replaced."""
     models, optimizers = pair(adamw, asked)
     for step in range(4):
@@ -395,9 +374,3 @@ def replace_memory(asked: bool) -> None:
             backward(model, step)
             optimizer.step()
     assert_same(models, optimizers)
-
-
-@pytest.mark.behaviour("F-04")
-@ASKED
-def test_a_local_optimizer_follows_replaced_memory(asked: bool) -> None:
-    run_ranks(replace_memory, 2, asked)

@@ -34,9 +34,6 @@ def sharded_layers(model: nn.Module) -> list[FSDPModule]:
     return layers
 
 
-# -- unshard and reshard
-
-
 @pytest.mark.behaviour("C-08")
 @on_ranks(2, 4)
 def test_unshard_and_reshard_by_hand() -> None:
@@ -119,9 +116,6 @@ def test_a_wait_after_the_parameters_were_freed_has_no_effect() -> None:
     wait_after(composable_fsdp, "step", reshard_after_forward=1)
     for how in ("evaluation", "step"):
         wait_after(torch.distributed.fsdp, how)
-
-
-# -- setters of resharding
 
 
 @pytest.mark.behaviour("C-08")
@@ -249,9 +243,6 @@ def test_parameters_kept_on_some_ranks_after_forward_may_stay_so_after_backward(
         torch.testing.assert_close(full_value(parameter), expected)
 
 
-# -- prefetching
-
-
 @pytest.mark.behaviour("C-08")
 @on_ranks(2, environment=SOCKETS)
 def test_prefetch_lists_determine_the_order_of_gathers() -> None:
@@ -337,9 +328,6 @@ def test_an_embedding_is_not_gathered_in_backward() -> None:
     gathered.clear()
     check_parity(task.build, play, shard=shard(True), steps=2)
     assert gathered[:2] == [1] * 2
-
-
-# -- forward methods
 
 
 class Autoencoder(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +59,6 @@ def test_the_default_process_group_is_started_from_the_environment_of_torchrun(t
     assert run_script_on_ranks(program).count("ranks [0, 1] rows 2") == 2
 
 
-def _check_parity(task: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
-    model, reference = TASKS[task].build(), TASKS[task].build()
-    values = values_of(model)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    shard_layers(model, fully_shard, mesh=mesh)
-    assert_sharded(model, values, mesh)
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        assert parameter.device_mesh is mesh
-        assert parameter.placements == ((Replicate(), Shard(0)) if len(shape) == 2 else (Shard(0),))
-    train_and_compare(model, reference, TASKS[task])
-
-
 @pytest.mark.behaviour("A-07")
 @pytest.mark.parametrize(
     ("task", "shape", "names"),
@@ -92,10 +78,20 @@ def _check_parity(task: str, shape: tuple[int, ...], names: tuple[str, ...] | No
     ],
     ids=str,
 )
+@on_ranks("shape")
 def test_every_mesh_trains_with_parity_on_different_data(
     task: str, shape: tuple[int, ...], names: tuple[str, ...] | None
 ) -> None:
-    run_ranks(_check_parity, prod(shape), task, shape, names)
+    model, reference = TASKS[task].build(), TASKS[task].build()
+    values = values_of(model)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    shard_layers(model, fully_shard, mesh=mesh)
+    assert_sharded(model, values, mesh)
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.device_mesh is mesh
+        assert parameter.placements == ((Replicate(), Shard(0)) if len(shape) == 2 else (Shard(0),))
+    train_and_compare(model, reference, TASKS[task])
 
 
 @pytest.mark.behaviour("A-07")

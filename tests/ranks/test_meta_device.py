@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from math import prod
 from typing import Any
 
 import pytest
@@ -31,7 +30,10 @@ def build_on_meta(task: str, mesh: DeviceMesh, **options: object) -> nn.Module:
     return shard_layers(model, fully_shard, mesh=mesh, **options)
 
 
-def _to_empty(task: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.behaviour("A-12")
+@pytest.mark.parametrize(("task", "shape"), MODELS_AND_MESHES, ids=str)
+@on_ranks("shape")
+def test_to_empty_and_own_values_train_with_parity(task: str, shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape)
     model, reference = build_on_meta(task, mesh), TASKS[task].build()
     assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
@@ -44,11 +46,8 @@ def _to_empty(task: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.behaviour("A-12")
 @pytest.mark.parametrize(("task", "shape"), MODELS_AND_MESHES, ids=str)
-def test_to_empty_and_own_values_train_with_parity(task: str, shape: tuple[int, ...]) -> None:
-    run_ranks(_to_empty, prod(shape), task, shape)
-
-
-def _assign(task: str, shape: tuple[int, ...]) -> None:
+@on_ranks("shape")
+def test_assigning_a_sharded_state_dict_trains_with_parity(task: str, shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape)
     source = shard_layers(TASKS[task].build(), fully_shard, mesh=mesh)
     model, reference = build_on_meta(task, mesh), TASKS[task].build()
@@ -67,12 +66,6 @@ def _assign(task: str, shape: tuple[int, ...]) -> None:
     assert all(p.grad is not None for p in model.parameters())
     model.zero_grad()
     train_and_compare(model, reference, TASKS[task])
-
-
-@pytest.mark.behaviour("A-12")
-@pytest.mark.parametrize(("task", "shape"), MODELS_AND_MESHES, ids=str)
-def test_assigning_a_sharded_state_dict_trains_with_parity(task: str, shape: tuple[int, ...]) -> None:
-    run_ranks(_assign, prod(shape), task, shape)
 
 
 @pytest.mark.behaviour("A-12")

@@ -229,9 +229,6 @@ def test_gradients_accumulate_unsharded_in_the_reduce_dtype() -> None:
         torch.testing.assert_close(parameter.grad.to_local(), expected, rtol=0, atol=0)
 
 
-# -- parameters that keep their dtype
-
-
 class Normalized(nn.Module):
     """Linear layers, each followed by a normalization with running statistics."""
 
@@ -383,9 +380,6 @@ def keep_packed(storage: torch.dtype) -> None:
 def test_a_subclass_of_parameter_keeps_its_class_and_its_packed_bytes() -> None:
     for storage in (torch.uint8, BF16, FP32):
         run_ranks(keep_packed, 2, storage)
-
-
-# -- parameters that compute in their original dtype
 
 
 class Gate(nn.Module):

@@ -249,15 +249,11 @@ CALLERS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def train_with_all_ways_to_return() -> None:
+@pytest.mark.behaviour("C-06", "C-04")
+@on_ranks(2, transports=TRANSPORTS)
+def test_views_partly_used_outputs_and_returned_inputs_train() -> None:
     for kind in RETURNS:
         check_parity(seeded(Wrapped, kind=kind), play, what=kind, reshard_after_forward=True)
-
-
-@pytest.mark.behaviour("C-06", "C-04")
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_views_partly_used_outputs_and_returned_inputs_train(transport: str) -> None:
-    run_ranks(train_with_all_ways_to_return, 2, environment=TRANSPORTS[transport])
 
 
 class Filling(nn.Module):
@@ -299,7 +295,10 @@ FILLED: Mapping[str, Callable[[], Pair]] = {
 """Make a tensor for layers to write into, and the tensor that the loss reads."""
 
 
-def train_by_filled_tensors() -> None:
+@pytest.mark.behaviour("C-06")
+@pytest.mark.parametrize("transport", ["sockets", "copies"])
+@on_ranks(2, environment="transport")
+def test_modules_train_by_what_they_wrote_into_tensors() -> None:
     for kind, needs_gradient in product(FILLED, (False, True)):
 
         def play(model: nn.Module, step: int, rank: int, kind: str = kind, *, needs: bool = needs_gradient) -> Any:
@@ -310,12 +309,6 @@ def train_by_filled_tensors() -> None:
             return loss.detach()
 
         check_parity(seeded(Filling), play, what=f"{kind}, {needs_gradient}", reshard_after_forward=True)
-
-
-@pytest.mark.behaviour("C-06")
-@pytest.mark.parametrize("transport", ["sockets", "copies"])
-def test_modules_train_by_what_they_wrote_into_tensors(transport: str) -> None:
-    run_ranks(train_by_filled_tensors, 2, environment=TRANSPORTS[transport])
 
 
 class ReturningWeight(nn.Module):

@@ -15,8 +15,6 @@ from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squar
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, sharded, train_and_compare, values_of
 
-# -- A-14: modules that override __setattr__
-
 
 class Recurrent(nn.Module):
     """Uses ``nn.LSTM``, whose ``__setattr__`` must update a list of its weights."""
@@ -52,9 +50,6 @@ def test_lstms_train_with_parity(nested: bool, reshard: bool | None) -> None:
     for layer in model.get_submodule("layers").children():
         assert isinstance(layer, nn.LSTM)
         assert all(isinstance(weight, DTensor) for weight in layer._flat_weights)
-
-
-# -- A-18: conversions
 
 
 def doubled(task: Task) -> Task:

@@ -250,9 +250,6 @@ def test_clipping_schedulers_scalers_and_averages() -> None:
     assert not torch.equal(values(averaged.module)["experts"], before["experts"])
 
 
-# -- checkpoints
-
-
 def make(values: int = 7) -> tuple[nn.Module, Muon]:
     model = seeded(Mixed)() if values == 7 else Mixed()
     fully_shard(model)

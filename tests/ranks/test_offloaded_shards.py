@@ -91,8 +91,9 @@ def test_offloaded_state_gives_the_bits_of_the_plain_step(kind: str, ranks: int,
     assert buckets[0] > 2
 
 
+@on_ranks(2)
 @host_as_device()
-def make_plans_once() -> None:
+def test_buckets_of_matrices_are_planned_once() -> None:
     for kind in ("muon", "adafactor"):
         model = build()
         optimizer = offload(OPTIMIZERS[kind](model), bucket_bytes=BUCKET)
@@ -100,13 +101,6 @@ def make_plans_once() -> None:
         made_again = AssertionError("a plan was made again")
         with mock.patch.dict(make_exchanges.__globals__, make_exchanges=mock.Mock(side_effect=made_again)):
             train(model, optimizer, range(3, 5))
-
-
-def test_buckets_of_matrices_are_planned_once() -> None:
-    run_ranks(make_plans_once, 2)
-
-
-# -- checkpoints
 
 
 @host_as_device()
@@ -144,9 +138,6 @@ def test_checkpoints_resume_on_other_numbers_of_ranks_with_and_without_offload(k
     for ranks in (1, 2, 4):
         for is_offloaded in (False, True):
             assert_same(run_ranks(resume, ranks, kind, tmp_path, is_offloaded=is_offloaded)[0], expected)
-
-
-# -- accelerators
 
 
 def shards(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:

@@ -90,20 +90,17 @@ def test_gradients_of_different_parameters_are_an_error_on_all_ranks(name: str) 
     run_ranks(step_with_other_gradients, 4, name, ("up.weight", "", "again.weight", ""))  # of equal sizes
 
 
+@pytest.mark.behaviour("H-05")
+@pytest.mark.parametrize("name", MAKERS)
+@on_ranks(2)
 @host_as_device()
-def step_offloaded_with_other_gradients(name: str) -> None:
+def test_gradients_of_different_parameters_are_an_error_also_with_offloaded_state(name: str) -> None:
     """Each parameter is a bucket. The ranks lack the gradients of two parameters of one shape."""
     model, optimizer = trained(name)
     offload(optimizer, bucket_bytes=1)
     model.get_parameter(("up.weight", "again.weight")[dist.get_rank()]).grad = None
     with pytest.raises(DivergenceError, match=r"different parameters: 'up\.weight' on ranks \[1\] only"):
         optimizer.step()
-
-
-@pytest.mark.behaviour("H-05")
-@pytest.mark.parametrize("name", MAKERS)
-def test_gradients_of_different_parameters_are_an_error_also_with_offloaded_state(name: str) -> None:
-    run_ranks(step_offloaded_with_other_gradients, 2, name)
 
 
 @pytest.mark.behaviour("C-04")

@@ -67,9 +67,6 @@ def pending(model: Any) -> Any:
     return found
 
 
-# -- accumulation
-
-
 def accumulate(policy: OffloadPolicy) -> None:
     model: Any = fully_shard(nn.Linear(1, 2, bias=False), mp_policy=BF16, offload_policy=policy)
     cases = [
@@ -343,9 +340,6 @@ def clear_one_sum(set_to_none: bool) -> None:
         assert first.grad is None
     else:
         assert (full(first.grad) == 0).all()
-
-
-# -- backwards that the user finishes
 
 
 def finish(mesh: DeviceMesh | None = None) -> None:
@@ -774,9 +768,6 @@ def test_explicit_reductions_have_no_races() -> None:
         model.synchronize_gradients()
         model.weight.grad.mul_(2)
     assert [str(race) for race in device.races] == []
-
-
-# -- tests
 
 
 @on_ranks(2)

@@ -17,8 +17,8 @@ from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.large_weights import WIDTH, Tower, batch, play
 from tests.helpers.peak_memory import peak_above_idle
-from tests.helpers.run_ranks import on_ranks, run_ranks
-from tests.helpers.transports import COPIES, SOCKETS, Environment
+from tests.helpers.run_ranks import on_ranks
+from tests.helpers.transports import COPIES, SOCKETS
 
 ORDER = (Operation.UNSHARD, Operation.WAIT, Operation.REDUCE, Operation.REDUCED)
 
@@ -36,7 +36,10 @@ def towers(number: int = 3, *, ready: bool = True) -> Any:
     return model
 
 
-def gather_the_next_group() -> None:
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+@on_ranks(2, environment="transport")
+def test_the_next_group_is_gathered_when_backward_enters_a_group() -> None:
     loss = towers()(batch(1, dist.get_rank())).square().mean()
     with Recorder() as recorder:
         loss.backward()
@@ -49,16 +52,14 @@ def gather_the_next_group() -> None:
     )
 
 
-@pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_the_next_group_is_gathered_when_backward_enters_a_group(transport: Environment) -> None:
-    run_ranks(gather_the_next_group, 2, environment=transport)
-
-
 ROUTES = {"all": [0, 1, 2, 3], "not the first batch": [0, 1, 2], "not the third": [0, 2, 3], "not the last": [1, 2, 3]}
 
 
-def use_different_parameters(route: str) -> None:
+@pytest.mark.behaviour("C-17")
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+@on_ranks(2, environment="transport")
+def test_ranks_with_different_used_parameters_launch_in_one_order(route: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = towers(), nn.Sequential(*(Tower() for _ in range(3)))
 
@@ -85,13 +86,6 @@ def use_different_parameters(route: str) -> None:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
         torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
-
-
-@pytest.mark.behaviour("C-17")
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_ranks_with_different_used_parameters_launch_in_one_order(route: str, transport: Environment) -> None:
-    run_ranks(use_different_parameters, 2, route, environment=transport)
 
 
 @pytest.mark.behaviour("C-03")

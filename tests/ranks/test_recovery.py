@@ -168,9 +168,6 @@ def test_work_in_flight_ends_before_its_memory_is_freed() -> None:
     assert found == {(True, 0)}, found
 
 
-# -- memory that gloo may still write to
-
-
 class Interrupted:
     """A work whose wait raises an interrupt while the operation continues."""
 
@@ -267,9 +264,6 @@ def test_memory_of_an_abandoned_operation_is_kept_until_gloo_has_finished() -> N
     keep_unsharded_memory_while_gloo_may_write()
 
 
-# -- without recovery
-
-
 def continue_without_recovery(plan: Plan) -> None:
     """Fail in a step and continue without recovery: the next steps are correct, or an error explains what to do."""
     model, undisturbed, optimizers = pair(plan)
@@ -316,8 +310,6 @@ def test_continuing_without_recovery_is_correct_or_an_error(point: str, alone: b
     plan = Plan(point, 1, 0, 1, alone, True, False, False)
     run_ranks(continue_without_recovery, 2, plan, environment=transport)
 
-
-# -- errors outside of passes
 
 TEXTS = {
     "before forward": r"called reset_iter_state\(\) \(",
@@ -405,9 +397,6 @@ def test_a_reset_without_a_failure_forgets_nothing() -> None:
         cast(FSDPModule, model).reset_iter_state()
     forget.assert_not_called()
     model(torch.ones(2, 8)).sum().backward()
-
-
-# -- an optimizer step on some ranks only
 
 
 @pytest.mark.behaviour("H-01", "H-05")
@@ -534,8 +523,6 @@ def test_closures_compute_inside_of_a_step() -> None:
         optimizer.step(closure)
 
 
-# -- the order of zero_grad and reset_iter_state
-
 ORDERS: dict[str, tuple[str, ...]] = {
     "reset": ("reset",),
     "optimizer's zero_grad, reset": ("zero", "reset"),
@@ -608,9 +595,6 @@ def test_recovery_after_a_failure_of_one_rank_gives_the_same_values_in_each_orde
     held: str, transport: Environment
 ) -> None:
     run_ranks(recover_in_all_orders, 2, held, "backward", alone=True, environment=transport)
-
-
-# -- many failures
 
 
 def resident() -> int:

@@ -79,9 +79,6 @@ def test_doctor_runs_on_the_ranks_of_a_job(tmp_path: Path) -> None:
     assert not problems([Finding(**each) for each in found])
 
 
-# -- run
-
-
 def test_a_program_runs_on_the_ranks_of_a_job(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import sys\n"

@@ -216,8 +216,6 @@ def test_the_prefetch_depth_can_be_bounded() -> None:
     assert count_peak_groups() == 3, "both limits apply"
 
 
-# -- orders that were not expected
-
 STEPS = 4
 Expect = Callable[[list[events.Event], random.Random], list[events.Event]]
 
@@ -280,14 +278,6 @@ def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tup
         Planner.begin_forward, Planner.eager = begin, run  # type: ignore[method-assign]
 
 
-def compare_expectations(task_name: str, options: dict[str, Any]) -> None:
-    expected, usual = train(task_name, None, options)
-    for expect in (expect_nothing, expect_another_order):
-        found, eager = train(task_name, expect, options)
-        assert found == expected, expect.__name__
-        assert eager > usual, "some events must be unexpected"
-
-
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize(
     ("task", "options", "transport"),
@@ -297,11 +287,14 @@ def compare_expectations(task_name: str, options: dict[str, Any]) -> None:
         ("transformer", {"max_unsharded_bytes": 1000, "reshard_after_backward": False}, "in common"),
     ],
 )
-def test_results_do_not_depend_on_the_expected_order(task: str, options: dict[str, Any], transport: str) -> None:
-    run_ranks(compare_expectations, 2, task, options, environment=TRANSPORTS[transport])
+@on_ranks(2, environment="transport")
+def test_results_do_not_depend_on_the_expected_order(task: str, options: dict[str, Any]) -> None:
+    expected, usual = train(task, None, options)
+    for expect in (expect_nothing, expect_another_order):
+        found, eager = train(task, expect, options)
+        assert found == expected, expect.__name__
+        assert eager > usual, "some events must be unexpected"
 
-
-# -- a forward that failed
 
 WIDTH = 16
 

@@ -25,7 +25,7 @@ from tests.helpers.checkpoint_worlds import all_ranks_raise, local
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, seeded, shard_layers
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import assert_exact
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
@@ -153,22 +153,6 @@ def own_bytes(model: nn.Module) -> int:
     return sum(local(tensor).nbytes for tensor in tensors)
 
 
-def round_trips(folder: Path) -> None:
-    for what, build in SHARDED[dist.get_world_size()].items():
-        model, other = build(), build()
-        spread(model)
-        expected = full_state(model)
-        path = folder / what
-        with small_blocks() as taken:
-            save_safetensors(model, path, max_file_bytes=MAX_FILE_BYTES)
-            assert_files(path, expected, what)
-            clear(other)
-            load_safetensors(other, path)
-            assert sum(taken) == own_bytes(other), what
-        for (name, value), loaded in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-            assert_exact(local(loaded), local(value), f"{what}: {name}")
-
-
 def assert_files(path: Path, expected: dict[str, torch.Tensor], what: str) -> None:
     """Check that all files together have ``expected``, without the second names of tied parameters."""
     parts = [library.load_file(file) for file in sorted(path.glob("*.safetensors"))]
@@ -183,11 +167,21 @@ def assert_files(path: Path, expected: dict[str, torch.Tensor], what: str) -> No
 
 @pytest.mark.behaviour("F-13")
 @pytest.mark.parametrize("num_ranks", SHARDED)
-def test_round_trips_are_exact_and_ranks_read_only_their_shards(tmp_path: Path, num_ranks: int) -> None:
-    run_ranks(round_trips, num_ranks, tmp_path)
-
-
-# -- files of other tools
+@on_ranks("num_ranks")
+def test_round_trips_are_exact_and_ranks_read_only_their_shards(tmp_path: Path) -> None:
+    for what, build in SHARDED[dist.get_world_size()].items():
+        model, other = build(), build()
+        spread(model)
+        expected = full_state(model)
+        path = tmp_path / what
+        with small_blocks() as taken:
+            save_safetensors(model, path, max_file_bytes=MAX_FILE_BYTES)
+            assert_files(path, expected, what)
+            clear(other)
+            load_safetensors(other, path)
+            assert sum(taken) == own_bytes(other), what
+        for (name, value), loaded in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+            assert_exact(local(loaded), local(value), f"{what}: {name}")
 
 
 def write_with_index(folder: Path, values: dict[str, torch.Tensor], files: int = 3) -> None:
@@ -240,9 +234,6 @@ def test_stages_of_a_pipeline_are_one_checkpoint(tmp_path: Path) -> None:
         r"fit ModuleDict. Nothing was loaded.\n  unexpected \(2\):\n    norm\.bias: float32 \(3,\)\n.*\Z"
     ):
         load_safetensors(model, tmp_path)
-
-
-# -- errors on one rank, or between ranks
 
 
 @pytest.mark.behaviour("F-12")

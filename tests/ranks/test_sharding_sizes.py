@@ -18,8 +18,6 @@ from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_erro
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
 
-# -- A-02: properties of sharded parameters
-
 
 class Odd(nn.Module):
     """Has non-contiguous, frozen, integer, bool and shared parameters."""
@@ -82,9 +80,6 @@ def test_complex_parameters_train_with_parity() -> None:
     fully_shard(model, mesh=mesh)
     assert_sharded(model, values, mesh)
     train_and_compare(model, reference, task)
-
-
-# -- A-04: sizes that do not divide
 
 
 class Rows(nn.Module):
@@ -190,9 +185,6 @@ def test_a_scalar_is_the_same_error_on_every_rank_and_the_remedy_works(ranks: in
         assert part in message
 
 
-# -- A-05: other dims
-
-
 class Dims(nn.Module):
     """Has parameters of two to four dims whose sizes 2 and 4 do not divide, small and large ones in one group."""
 
@@ -220,18 +212,6 @@ PLACEMENTS: dict[str, Callable[[nn.Parameter], Shard | None]] = {
 }
 
 
-def _dims(placement: str, reshard: bool) -> None:
-    model, reference = DIMS.build(), DIMS.build()
-    values = values_of(model)
-    choose = PLACEMENTS[placement]
-    asked = {name: choose(p) or Shard(0) for name, p in model.named_parameters()}
-    dims = {name: shard.dim % values[name].ndim for name, shard in asked.items()}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model, mesh=mesh, shard_placement_fn=choose, reshard_after_forward=reshard)
-    assert_sharded(model, values, mesh, dims)
-    train_and_compare(model, reference, DIMS)
-
-
 @pytest.mark.behaviour("A-05")
 @pytest.mark.parametrize(
     ("placement", "ranks", "reshard"),
@@ -246,8 +226,17 @@ def _dims(placement: str, reshard: bool) -> None:
         ("each its own", 4, True),
     ],
 )
-def test_other_dims_even_and_uneven_train_with_parity(placement: str, ranks: int, reshard: bool) -> None:
-    run_ranks(_dims, ranks, placement, reshard)
+@on_ranks("ranks")
+def test_other_dims_even_and_uneven_train_with_parity(placement: str, reshard: bool) -> None:
+    model, reference = DIMS.build(), DIMS.build()
+    values = values_of(model)
+    choose = PLACEMENTS[placement]
+    asked = {name: choose(p) or Shard(0) for name, p in model.named_parameters()}
+    dims = {name: shard.dim % values[name].ndim for name, shard in asked.items()}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, shard_placement_fn=choose, reshard_after_forward=reshard)
+    assert_sharded(model, values, mesh, dims)
+    train_and_compare(model, reference, DIMS)
 
 
 @pytest.mark.behaviour("A-05")

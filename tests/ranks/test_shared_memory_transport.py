@@ -70,9 +70,6 @@ def make_shard(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).mul_(8).to(dtype)
 
 
-# -- bitwise results
-
-
 def compare_with_gloo(seed: int) -> None:
     ours, gloo = shared(), over_gloo(world())
     rank, size = ours.rank, ours.size
@@ -111,9 +108,6 @@ def collectives(
 def test_results_have_the_bits_that_gloo_gives(world_size: int) -> None:
     for seed in range(2):
         run_ranks(compare_with_gloo, world_size, seed)
-
-
-# -- many concurrent operations
 
 
 def launch_many(count: int) -> None:
@@ -186,9 +180,6 @@ def test_staging_memory_does_not_grow() -> None:
     run_ranks(free_memory_after_a_burst, 2)
 
 
-# -- shared memory
-
-
 @on_ranks(2, 4)
 def test_all_ranks_map_the_same_shared_memory() -> None:
     communicator = shared()
@@ -213,9 +204,6 @@ def test_a_failed_memory_allocation_is_reported_on_all_ranks() -> None:
     else:
         with pytest.raises(PeerError, match=r"cannot be done: rank 0 .* raised OSError: .* in sharing of memory"):
             communicator.share(1 << 62)
-
-
-# -- the choice of the transport
 
 
 @on_ranks(2)
@@ -277,9 +265,6 @@ def test_hybrid_and_smaller_meshes_and_doubles_use_shared_memory() -> None:
 def test_groups_with_a_backend_of_each_device_use_it() -> None:
     """Check ``init_process_group("cpu:gloo,cuda:nccl")`` without CUDA: torch's backend name lists all devices."""
     assert find(communicator_over(dist.new_group(backend="cpu:gloo"), "cpu"), SharedMemoryCommunicator) is not None
-
-
-# -- failures
 
 
 def lose_a_rank(numel: int) -> None:
@@ -426,11 +411,8 @@ def test_a_forked_process_leaves_the_sockets_to_its_parent() -> None:
     communicator.launch(Collective.BARRIER, (), "of parents").wait()
 
 
-def choose_an_unknown_mode() -> None:
+@on_ranks(2, environment={SWITCH: "off"})
+def test_an_unknown_mode_of_shared_memory_is_refused() -> None:
     text = f"^the environment variable {SWITCH} is one of '0', '1', 'copy', not 'off': '0' uses sockets "
     with pytest.raises(ConfigurationError, match=text):
         fully_shard(nn.Linear(2, 2))
-
-
-def test_an_unknown_mode_of_shared_memory_is_refused() -> None:
-    run_ranks(choose_an_unknown_mode, 2, environment={SWITCH: "off"})

@@ -19,7 +19,7 @@ from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import buckets_of, local
-from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS
 
 
 def find_sharing(model: nn.Module) -> set[bool]:
@@ -166,7 +166,9 @@ def test_a_first_write_after_the_first_forward_says_that_values_may_be_unchanged
         model(tokens)
 
 
-def write_without_shared_memory() -> None:
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+@on_ranks(2, environment="transport")
+def test_writes_to_unsharded_parameters_are_dropped_without_shared_memory() -> None:
     task = TASKS["chain"]
     model = shard_layers(task.build(), fully_shard)
     layer = model.get_submodule("layers.1")
@@ -181,11 +183,6 @@ def write_without_shared_memory() -> None:
     task.loss(model, task.batch_of(0, dist.get_rank())).backward()
     for parameter, expected in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(local(parameter.detach()), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_writes_to_unsharded_parameters_are_dropped_without_shared_memory(transport: Environment) -> None:
-    run_ranks(write_without_shared_memory, 2, environment=transport)
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, Task, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import buckets_of, local, sharded
-from tests.helpers.transports import COPIES, SOCKETS, Environment
+from tests.helpers.transports import COPIES, SOCKETS
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 SHARED, OWNED, ALIASED = {"shared"}, {"owned"}, {"aliased"}
@@ -60,9 +60,6 @@ def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
         bucket.parameter_data(0).view(-1)[:8].fill_(3)
     dist.barrier()
     assert bucket.parameter_data(0).view(-1)[:8].tolist() == [3] * 8, "all ranks must see one buffer"
-
-
-# -- bitwise equal to sockets
 
 
 def train_with_evaluations(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
@@ -132,9 +129,6 @@ def test_training_over_shared_memory_is_bitwise_that_over_sockets(
             for other in (own, copies):
                 for value, wanted in zip(other[rank][play], expected, strict=True):
                     torch.testing.assert_close(value, wanted, rtol=0, atol=0, msg=f"{play}, rank {rank}")
-
-
-# -- no rank writes while another still reads
 
 
 @on_ranks(2)
@@ -216,9 +210,6 @@ def test_writing_to_unsharded_parameters_is_an_error() -> None:
     after.backward()
 
 
-# -- the lifetime of the buffer
-
-
 @pytest.mark.behaviour("A-12")
 @on_ranks(2)
 def test_conversions_loads_and_copies_are_followed() -> None:
@@ -283,10 +274,7 @@ def test_the_core_trains_without_any_gather_kind() -> None:
         assert all(map(torch.equal, with_kinds, without))
 
 
-def disable_sharing() -> None:
-    assert storages(shard_layers(TASKS["mlp"].build(), fully_shard, mp_policy=BF16)) == OWNED
-
-
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_the_switch_keeps_a_buffer_on_every_rank(transport: Environment) -> None:
-    run_ranks(disable_sharing, 2, environment=transport)
+@on_ranks(2, environment="transport")
+def test_the_switch_keeps_a_buffer_on_every_rank() -> None:
+    assert storages(shard_layers(TASKS["mlp"].build(), fully_shard, mp_policy=BF16)) == OWNED

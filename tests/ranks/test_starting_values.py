@@ -47,9 +47,6 @@ def refusal(model: nn.Module, kind: type[Exception]) -> str:
     return texts[0]
 
 
-# -- ranks that start from different values
-
-
 def load_from_first(model: nn.Sequential) -> None:
     """Load rank 0's values. The first rank's shards, and empty ones, do not change."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -129,9 +126,6 @@ def test_initial_values_are_compared_on_data_parallel_axes_only() -> None:
                 model(torch.ones(2, 5))
         else:
             model(torch.ones(2, 5))
-
-
-# -- equal random shards
 
 
 def build_on_meta(**options: Any) -> nn.Sequential:

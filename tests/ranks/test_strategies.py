@@ -84,8 +84,6 @@ def test_an_unsuitable_mesh_is_refused_before_changes() -> None:
     assert not any(hasattr(p, "placements") for p in model.parameters()), "a refused call must change nothing"
 
 
-# -- several strategies in one model
-
 MIXED: dict[str, dict[str, Any]] = {
     "sharded blocks under a replicated model": {
         "policy": by_class(Block, strategy="FULL_SHARD"),

@@ -21,9 +21,9 @@ from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ParameterState, backward, state_of
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.training import check_parity
-from tests.helpers.transports import COPIES, SOCKETS, Environment
+from tests.helpers.transports import COPIES, SOCKETS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -51,16 +51,13 @@ def shard_towers(model: nn.Module, ahead: int = 1) -> None:
     model.set_schedule(prefetch_limit=ahead)
 
 
-def train(ahead: int) -> None:
-    with streams():
-        check_parity(towers, play, shard=partial(shard_towers, ahead=ahead), steps=3)
-
-
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_streams_train_like_the_unsharded_model(ahead: int, transport: Environment) -> None:
-    run_ranks(train, 2, ahead, environment=transport)
+@on_ranks(2, environment="transport")
+def test_streams_train_like_the_unsharded_model(ahead: int) -> None:
+    with streams():
+        check_parity(towers, play, shard=partial(shard_towers, ahead=ahead), steps=3)
 
 
 @on_ranks(2, environment=SOCKETS)
@@ -99,15 +96,12 @@ def test_small_groups_on_streams_do_not_wait_for_large_ones() -> None:
     assert events[:3] == ["reduce 2", "reduce 1", "reduced 2"], events
 
 
-def use_different_weights_on_streams() -> None:
-    with streams():
-        use_different_weights()
-
-
 @pytest.mark.behaviour("C-17")
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_ranks_with_different_used_weights_on_streams_reduce_together(transport: Environment) -> None:
-    run_ranks(use_different_weights_on_streams, 2, environment=transport)
+@on_ranks(2, environment="transport")
+def test_ranks_with_different_used_weights_on_streams_reduce_together() -> None:
+    with streams():
+        use_different_weights()
 
 
 @on_ranks(2, environment=SOCKETS)

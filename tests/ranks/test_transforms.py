@@ -16,8 +16,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from composable_fsdp import fully_shard
 from composable_fsdp.trace import Recorder
 from tests.helpers.forward_mode import load_forward_mode
-from tests.helpers.run_ranks import run_ranks
-from tests.helpers.transports import TRANSPORTS
+from tests.helpers.run_ranks import on_ranks
 
 WIDTH = 4
 
@@ -218,7 +217,17 @@ def backward(loss: torch.Tensor) -> None:
         loss.backward()
 
 
-def train_through(groups: str, reshard: bool) -> None:
+@pytest.mark.parametrize(
+    ("transport", "groups", "reshard"),
+    [
+        ("in common", "one", True),
+        ("sockets", "one", False),
+        ("in common", "several", False),
+        ("sockets", "several", True),
+    ],
+)
+@on_ranks(2, environment="transport")
+def test_losses_in_transforms_train_like_the_unsharded_model(groups: str, reshard: bool) -> None:
     load_forward_mode()
     ranks = range(dist.get_world_size())
     for loss_of in LOSSES:
@@ -243,16 +252,3 @@ def train_through(groups: str, reshard: bool) -> None:
                 model.zero_grad()
                 reference.zero_grad()
         assert recorder.allocated == {}, loss_of.__name__
-
-
-@pytest.mark.parametrize(
-    ("transport", "groups", "reshard"),
-    [
-        ("in common", "one", True),
-        ("sockets", "one", False),
-        ("in common", "several", False),
-        ("sockets", "several", True),
-    ],
-)
-def test_losses_in_transforms_train_like_the_unsharded_model(transport: str, groups: str, reshard: bool) -> None:
-    run_ranks(train_through, 2, groups, reshard, environment=TRANSPORTS[transport])

@@ -22,7 +22,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.codecs import CommunicationPolicy, Int8
 from composable_fsdp.errors import LifecycleError, ParameterError
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import sharded as sharded_module
 from tests.helpers.sharding import values_of
 from tests.helpers.transports import IN_COMMON, SOCKETS, TRANSPORTS, Environment
@@ -167,8 +167,10 @@ def test_writes_between_passes_are_kept_on_other_meshes_and_offloaded(setting: s
     run_ranks(write, prod(SETTINGS[setting][0]), setting)
 
 
+@pytest.mark.behaviour("C-08")
+@on_ranks(2)
 @torch.no_grad()
-def write_before_another_root() -> None:
+def test_writes_before_a_module_gets_another_root_are_kept() -> None:
     """The root of a module that ran by itself is given up when its parent runs, which also finds tied weights."""
     for ties in (False, True):
         torch.manual_seed(0)
@@ -191,11 +193,9 @@ def write_before_another_root() -> None:
 
 
 @pytest.mark.behaviour("C-08")
-def test_writes_before_a_module_gets_another_root_are_kept() -> None:
-    run_ranks(write_before_another_root, 2)
-
-
-def write_beside_slices() -> None:
+@pytest.mark.parametrize("environment", [IN_COMMON, SOCKETS])
+@on_ranks(4, environment="environment")
+def test_writes_after_a_forward_that_keeps_slices_are_kept() -> None:
     """A forward that leads to a backward leaves slices of parameters, and shows the sharded ones."""
     for next_use, counts in itertools.product((evaluate, train, reset), (True, False)):
         model, reference = sharded(init_device_mesh("cpu", (4,)), reshard_after_forward=2)
@@ -208,13 +208,9 @@ def write_beside_slices() -> None:
             check(model, reference)
 
 
-@pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize("environment", [IN_COMMON, SOCKETS])
-def test_writes_after_a_forward_that_keeps_slices_are_kept(environment: Environment) -> None:
-    run_ranks(write_beside_slices, 4, environment=environment)
-
-
-def write_through_data() -> None:
+@pytest.mark.behaviour("C-08", "H-02")
+@on_ranks(2, transports=TRANSPORTS)
+def test_writes_through_data_change_no_other_rank_and_are_named() -> None:
     """Neither torch nor an optimizer hook sees the write. The forward has gradients, and no backward."""
     model, _ = sharded()
     before = values_of(model)
@@ -230,12 +226,6 @@ def write_through_data() -> None:
     for name, value in values_of(model).items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     model(batch()).sum().backward()
-
-
-@pytest.mark.behaviour("C-08", "H-02")
-@pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_writes_through_data_change_no_other_rank_and_are_named(environment: Environment) -> None:
-    run_ranks(write_through_data, 2, environment=environment)
 
 
 def assign(model: nn.Module) -> None:
@@ -290,7 +280,9 @@ def test_replaced_tensors_are_refused_with_tensor_parallelism() -> None:
     run_ranks(replace_tensors, 4, "tensor parallel", [assign, swap_objects])
 
 
-def refuse() -> None:
+@pytest.mark.behaviour("H-02")
+@on_ranks(2, transports=TRANSPORTS)
+def test_writes_that_cannot_be_kept_are_refused() -> None:
     model, _ = sharded(reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with torch.no_grad():
         model(batch())
@@ -343,12 +335,6 @@ def refuse() -> None:
             model[0].reshard()
 
 
-@pytest.mark.behaviour("H-02")
-@pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_writes_that_cannot_be_kept_are_refused(environment: Environment) -> None:
-    run_ranks(refuse, 2, environment=environment)
-
-
 class Renormed(nn.Module):
     """An embedding that shortens rows of its unsharded weight in each forward."""
 
@@ -361,7 +347,9 @@ class Renormed(nn.Module):
         return out.square().sum()
 
 
-def write_in_forward() -> None:
+@pytest.mark.behaviour("C-08")
+@on_ranks(2, environment=TRANSPORTS["copies"])
+def test_writes_of_modules_in_their_forward_are_no_error_without_shared_shards() -> None:
     torch.manual_seed(0)
     model: Any = fully_shard(Renormed())
     before = values_of(model)
@@ -376,11 +364,8 @@ def write_in_forward() -> None:
 
 
 @pytest.mark.behaviour("C-08")
-def test_writes_of_modules_in_their_forward_are_no_error_without_shared_shards() -> None:
-    run_ranks(write_in_forward, 2, environment=TRANSPORTS["copies"])
-
-
-def step_while_unsharded() -> None:
+@on_ranks(2, transports=TRANSPORTS)
+def test_changed_shards_are_not_overwritten_by_kept_parameters() -> None:
     """What an optimizer or a hand-written step does to the shards counts, though full parameters are kept."""
     for by_hand in (False, True):
         model, reference = sharded()
@@ -397,9 +382,3 @@ def step_while_unsharded() -> None:
                 torch.optim.SGD(parameters, lr=0.1, foreach=True).step()
         model.reshard()
         check(model, reference)
-
-
-@pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_changed_shards_are_not_overwritten_by_kept_parameters(environment: Environment) -> None:
-    run_ranks(step_while_unsharded, 2, environment=environment)

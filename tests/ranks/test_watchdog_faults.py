@@ -26,9 +26,6 @@ LATE = PATIENCE + 1.5
 both_transports = pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 
 
-# -- events that are no faults
-
-
 class Recomputing(Layers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -47,7 +44,11 @@ class FallingBack(Layers):
         return self.layers[2](self.layers[1](x))
 
 
-def delay_a_reduction(kind: type[Layers]) -> None:
+@pytest.mark.behaviour("G-03", "H-03")
+@pytest.mark.parametrize("kind", [Recomputing, FallingBack])
+@both_transports
+@on_ranks(2, environment="transport")
+def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers]) -> None:
     model: Any = kind()
     for layer in model.layers:
         fully_shard(layer)
@@ -61,14 +62,10 @@ def delay_a_reduction(kind: type[Layers]) -> None:
     assert not watchdog.report().failure
 
 
-@pytest.mark.behaviour("G-03", "H-03")
-@pytest.mark.parametrize("kind", [Recomputing, FallingBack])
+@pytest.mark.behaviour("G-03", "H-01")
 @both_transports
-def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers], transport: Environment) -> None:
-    run_ranks(delay_a_reduction, 2, kind, environment=transport)
-
-
-def delay_after_a_recovery() -> None:
+@on_ranks(2, environment="transport")
+def test_ranks_wait_for_a_late_one_after_a_recovery() -> None:
     """Check that a recovery clears the operation that a rank waited for, although operations are renumbered from 0."""
     model = build()
     with inject_fault("raises in forward", model), pytest.raises((ArithmeticError, PeerError)):
@@ -84,13 +81,9 @@ def delay_after_a_recovery() -> None:
             step(model)
 
 
-@pytest.mark.behaviour("G-03", "H-01")
 @both_transports
-def test_ranks_wait_for_a_late_one_after_a_recovery(transport: Environment) -> None:
-    run_ranks(delay_after_a_recovery, 2, environment=transport)
-
-
-def wait_long() -> None:
+@on_ranks(2, environment="transport")
+def test_a_long_wait_that_ended_is_not_reported() -> None:
     model = build()
     step(model)
     if is_last():
@@ -99,14 +92,6 @@ def wait_long() -> None:
     watchdog = known_watchdog()
     assert watchdog is not None
     assert watchdog.report().waiting is None
-
-
-@both_transports
-def test_a_long_wait_that_ended_is_not_reported(transport: Environment) -> None:
-    run_ranks(wait_long, 2, environment=transport)
-
-
-# -- faults
 
 
 def interrupt_a_forward() -> str:

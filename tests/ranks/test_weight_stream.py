@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +69,6 @@ def assert_streams(model: nn.Module, values: dict[str, torch.Tensor], **options:
                 assert_exact(found[name], value, name)
 
 
-def stream_task(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    reference = TASKS[task].build()
-    model = shard_layers(TASKS[task].build(), fully_shard, mesh=init_device_mesh("cpu", shape), **options)
-    values = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-    assert_streams(model, values)
-    other = TASKS[task].build()
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    shard_layers(other, fully_shard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    copy_params(model, other, bucket_bytes=300)
-    for name, value in values_of(other).items():
-        assert_exact(value, dict(reference.named_parameters(remove_duplicate=False))[name].detach(), name)
-    train_and_compare(model, reference, TASKS[task], steps=1)  # goes on as before
-
-
 def last_dim(parameter: nn.Parameter) -> Shard:
     return Shard(parameter.ndim - 1)
 
@@ -105,10 +88,23 @@ def last_dim(parameter: nn.Parameter) -> Shard:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
+@on_ranks("shape")
 def test_a_stream_has_the_values_of_the_unsharded_model(
     task: str, shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    run_ranks(stream_task, prod(shape), task, shape, options)
+    reference = TASKS[task].build()
+    model = shard_layers(TASKS[task].build(), fully_shard, mesh=init_device_mesh("cpu", shape), **options)
+    values = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+    assert_streams(model, values)
+    other = TASKS[task].build()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    shard_layers(other, fully_shard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    copy_params(model, other, bucket_bytes=300)
+    for name, value in values_of(other).items():
+        assert_exact(value, dict(reference.named_parameters(remove_duplicate=False))[name].detach(), name)
+    train_and_compare(model, reference, TASKS[task], steps=1)  # goes on as before
 
 
 class Pairs(nn.Module):
@@ -410,17 +406,14 @@ def leave_on_one_rank(model: nn.Module, bucket_bytes: int, replica: int = 4) -> 
     dist.barrier()
 
 
-def leave_and_train(shape: tuple[int, ...]) -> None:
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@on_ranks("shape", timeout=120)
+def test_all_ranks_go_on_after_a_consumer_has_raised_on_one(shape: tuple[int, ...]) -> None:
     task = TASKS["mlp"]
     model = shard_layers(task.build(), fully_shard, mesh=init_device_mesh("cpu", shape))
     leave_on_one_rank(model, 100, shape[-1])
     train_and_compare(model, task.build(), task, steps=2)
-
-
-@pytest.mark.behaviour("C-14")
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
-def test_all_ranks_go_on_after_a_consumer_has_raised_on_one(shape: tuple[int, ...]) -> None:
-    run_ranks(leave_and_train, prod(shape), shape, timeout=120)
 
 
 def read_inside_of_an_unsharded_parent() -> None:

@@ -16,7 +16,7 @@ from composable_fsdp import MixedPrecisionPolicy, fully_shard, tie_groups
 from composable_fsdp.wrap import PolicyLike, by_class, by_size, every_module, transformer_blocks
 from tests._internals import find_state, state_of
 from tests.helpers.models import TASKS, Block, Transformer, seeded
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 
@@ -46,7 +46,10 @@ class Recurrent(nn.Module):
         return x
 
 
-def train_by_policy(task: str) -> None:
+@pytest.mark.behaviour("B-01", "A-10")
+@pytest.mark.parametrize("task", ["transformer", "tied"])
+@on_ranks(2)
+def test_every_policy_trains_with_parity_including_shared_weights(task: str) -> None:
     for name, policy in POLICIES.items():
         check_parity(
             TASKS[task].build,
@@ -57,13 +60,9 @@ def train_by_policy(task: str) -> None:
         )
 
 
-@pytest.mark.behaviour("B-01", "A-10")
-@pytest.mark.parametrize("task", ["transformer", "tied"])
-def test_every_policy_trains_with_parity_including_shared_weights(task: str) -> None:
-    run_ranks(train_by_policy, 2, task)
-
-
-def train_shared_modules() -> None:
+@pytest.mark.behaviour("B-01")
+@on_ranks(2)
+def test_shared_modules_are_one_group() -> None:
     for policy in ({nn.Linear}, every_module(), by_size(70)):
         model = check_parity(
             seeded(Recurrent), play_task("chain"), shard=partial(fully_shard, policy=policy), what=str(policy)
@@ -74,12 +73,9 @@ def train_shared_modules() -> None:
         assert state_of(cell).name == "first.0"
 
 
-@pytest.mark.behaviour("B-01")
-def test_shared_modules_are_one_group() -> None:
-    run_ranks(train_shared_modules, 2)
-
-
-def check_options_of_all_groups() -> None:
+@pytest.mark.behaviour("B-05", "B-01", "A-11")
+@on_ranks(2)
+def test_options_of_the_call_reach_all_groups_unless_overridden() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     other = MixedPrecisionPolicy(param_dtype=torch.float32)
@@ -103,12 +99,10 @@ def check_options_of_all_groups() -> None:
     assert sharded["head"].owner_states == (sharded["embedding"],)
 
 
-@pytest.mark.behaviour("B-05", "B-01", "A-11")
-def test_options_of_the_call_reach_all_groups_unless_overridden() -> None:
-    run_ranks(check_options_of_all_groups, 2)
-
-
-def initialise_alike(*, on_meta: bool) -> None:
+@pytest.mark.behaviour("A-15", "A-12", "B-01")
+@pytest.mark.parametrize("on_meta", [False, True])
+@on_ranks(2)
+def test_groups_are_initialised_and_synchronised_one_after_the_other(on_meta: bool) -> None:
     """Check that all groups start with the first rank's values and that a tied weight stays one parameter."""
     calls: list[str] = []
 
@@ -138,12 +132,6 @@ def initialise_alike(*, on_meta: bool) -> None:
             assert {float(v.flatten()[0]) for v in values.values()} == set(map(float, range(1, len(own))))
 
 
-@pytest.mark.behaviour("A-15", "A-12", "B-01")
-@pytest.mark.parametrize("on_meta", [False, True])
-def test_groups_are_initialised_and_synchronised_one_after_the_other(on_meta: bool) -> None:
-    run_ranks(initialise_alike, 2, on_meta=on_meta)
-
-
 def shard_by_hand(model: nn.Module, order: tuple[str, ...]) -> nn.Module:
     assert isinstance(model, Transformer)
     tie_groups([model.embedding, model.head])
@@ -152,12 +140,9 @@ def shard_by_hand(model: nn.Module, order: tuple[str, ...]) -> nn.Module:
     return fully_shard(model)
 
 
-def train_tied_by_hand() -> None:
+@pytest.mark.behaviour("A-10")
+@on_ranks(2)
+def test_groups_declared_tied_share_their_weight_in_any_order() -> None:
     for order in (("embedding", "head"), ("head", "embedding"), ("head",), ("embedding", "layers.0")):
         shard: Callable[..., nn.Module] = partial(shard_by_hand, order=order)
         check_parity(TASKS["tied"].build, play_task("tied"), OPTIMIZERS["sgd"], shard=shard, what=str(order))
-
-
-@pytest.mark.behaviour("A-10")
-def test_groups_declared_tied_share_their_weight_in_any_order() -> None:
-    run_ranks(train_tied_by_hand, 2)
