@@ -148,7 +148,7 @@ class Task:
     100,000 gradients, a smaller ``eps`` exceeds the tolerance of parameters on some processors.
     """
 
-    build: Callable[[], nn.Module]
+    build: Callable[[], Any]
     batch: Callable[[torch.Generator], Batch]
     criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     eps: float = 1e-5
@@ -163,7 +163,7 @@ class Task:
         return self.criterion(output, batch[-1].to(output.device))
 
 
-def seeded(make: Callable[..., nn.Module], **arguments: Any) -> Callable[[], nn.Module]:
+def seeded(make: Callable[..., nn.Module], **arguments: Any) -> Callable[[], Any]:
     """Return a function that calls ``make(**arguments)`` with a fixed seed."""
 
     def build() -> nn.Module:
@@ -211,9 +211,7 @@ TASKS = {
 }
 
 
-def shard_layers(
-    model: nn.Module, fully_shard: Callable[..., Any], *, fuses: object = True, **options: Any
-) -> nn.Module:
+def shard_layers(model: nn.Module, fully_shard: Callable[..., Any], *, fuses: object = True, **options: Any) -> Any:
     """Apply ``fully_shard`` to every module in ``model.layers``, then to the model.
 
     The groups are small enough to be fused. Fusing is disabled unless ``fuses`` is true.

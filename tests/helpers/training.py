@@ -156,7 +156,7 @@ def check_parity(
     exact: bool = False,
     device: str = "cpu",
     **options: Any,
-) -> nn.Module:
+) -> Any:
     """Train the sharded model and the unsharded reference on this rank, compare them, and return the sharded one.
 
     ``shard``: a function that shards the model. The default shards every module in ``model.layers`` and the model, with

@@ -180,7 +180,6 @@ def collectives_of(shard: Any) -> list[tuple[str, str, int]]:
             around = event.cpu_parent
             while around is not None and not around.name.startswith("FSDP::"):
                 around = around.cpu_parent
-            assert around is not None
             group = around.name.partition("(")[2].removesuffix(")")
             nbytes = sum(4 * shape[0] for shape in event.input_shapes[1::2] if shape)
             found.append((event.name, group, nbytes))

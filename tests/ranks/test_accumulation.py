@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sy
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import Accumulation, find_state
 from tests.helpers.counted_collectives import counted_collectives
-from tests.helpers.models import TASKS, Routed, shard_layers
+from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import FULL, LiveStorages
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import Play, assert_equal_runs, check_parity, local_shard, train
@@ -100,8 +101,7 @@ def as_module(model: FSDPModule) -> nn.Module:
 def accumulating(setting: Setting) -> Play:
     task = TASKS["routed"]
 
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        assert isinstance(model, Routed)
+    def play(model: Any, step: int, rank: int) -> torch.Tensor:
         losses = []
         for i, route in enumerate(ROUTES):
             model.route = list(route)
@@ -141,7 +141,6 @@ def accumulate(mesh_shape: tuple[int, ...], reshard_after_forward: bool | int | 
     )
     for setting in SETTINGS:
         model = shard_layers(build(), fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward)
-        assert isinstance(model, FSDPModule)
         model.set_schedule(max_fused_bytes=0)  # unused layers would be fused with adjacent ones
         ours = train(model, accumulating(setting), ranks=[rank], watched=rank, steps=3)
         assert_equal_runs(ours, expected, what=setting.__name__)
@@ -198,11 +197,9 @@ def test_gradients_accumulate_by_shards_in_the_reduce_dtype() -> None:
             x, target = task.batch_of(i, r)
             task.loss(plain, (x.to(torch.bfloat16), target)).backward()
             for name, p in plain.named_parameters():
-                assert p.grad is not None
                 of_ranks[name] = of_ranks.get(name, 0) + p.grad.float()
         totals = {name: value + totals.get(name, 0) for name, value in of_ranks.items()}
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter.grad, DTensor)
         expected = local_shard(totals[name] / dist.get_world_size(), parameter.grad)
         torch.testing.assert_close(parameter.grad.to_local(), expected, rtol=0, atol=0, msg=name)
 
@@ -243,7 +240,6 @@ def test_zero_grad_and_reset_drop_accumulated_gradients() -> None:
                 check_parity(TASKS["mlp"].build, giving_up(how, sharded, in_flight), steps=3, what=what)
     model = shard_layers(TASKS["mlp"].build(), fully_shard)
     model.zero_grad()  # before any forward
-    assert isinstance(model, FSDPModule)
     model.set_is_last_backward(False)
     TASKS["mlp"].loss(model, TASKS["mlp"].batch_of(0, 0)).backward()
     model.zero_grad()  # while the last reductions are in flight

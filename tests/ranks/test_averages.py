@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from composable_fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,7 +24,7 @@ from tests.helpers.sharding import adamw, assert_exact, full_value, values_of
 from tests.helpers.transports import TRANSPORTS
 
 
-def averages_of(model: nn.Module) -> AveragedModel:
+def averages_of(model: nn.Module) -> Any:
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
 
 
@@ -61,7 +60,7 @@ def train_both(model: nn.Module, reference: nn.Module, task: str, after: Callabl
 def test_averages_are_those_of_the_unsharded_model(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", shape)
     reference, batch = TASKS[task].build(), TASKS[task].batch_of(7, 0)
-    model = shard_layers(TASKS[task].build(), fully_shard, mesh=mesh, **options)
+    model: Any = shard_layers(TASKS[task].build(), fully_shard, mesh=mesh, **options)
     found, expected = averages_of(model), averages_of(reference)
 
     def after() -> None:
@@ -79,9 +78,7 @@ def test_averages_are_those_of_the_unsharded_model(task: str, shape: tuple[int, 
     wanted = dict(expected.module.named_parameters())
     assert [name for name, _ in found.module.named_parameters()] == list(wanted)
     for name, average in found.module.named_parameters():
-        parameter = model.get_parameter(name)
-        assert isinstance(average, DTensor)
-        assert isinstance(parameter, DTensor)
+        parameter: Any = model.get_parameter(name)
         assert (average.placements, average.device_mesh) == (parameter.placements, parameter.device_mesh)
         torch.testing.assert_close(full_value(average), wanted[name].detach())
 

@@ -121,7 +121,7 @@ def sharded_llama(kind: str) -> nn.Module:
     if kind == "tensor parallel":
         mesh = named_mesh(dp=2, tp=2)
         plan = {name: ColwiseParallel() for name in ("q", "k", "v", "gate_up")}
-        for layer in model.layers:  # type: ignore[union-attr]
+        for layer in model.layers:
             parallelize_module(layer, mesh["tp"], {**plan, "o": RowwiseParallel(), "down": RowwiseParallel()})
         return shard_layers(model, fully_shard, mesh=mesh["dp"])
     shape = (2, 2) if kind == "hybrid" else (dist.get_world_size(),)

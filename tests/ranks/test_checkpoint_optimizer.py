@@ -346,7 +346,6 @@ def test_state_of_offloaded_parameters() -> None:
     here = optimizer_state_dict(model, optimizer, Local())["state"]["layers.0.weight"]["exp_avg"]
     assert_exact(here, expected_shard(value, dist.get_rank(), 2), "local")
     sharded = optimizer_state_dict(model, optimizer, Sharded())["state"]["layers.0.weight"]["exp_avg"]
-    assert isinstance(sharded, DTensor)
     same_values({"exp_avg": sharded.full_tensor()}, {"exp_avg": value})
 
 

@@ -36,18 +36,17 @@ EVEN = Task(seeded(Pairs, hidden=(8,)), vectors(5, 3), squared_error)
 """torch's FSDP2 wants even sizes where a dim other than the first is cut twice."""
 
 
-def place_pair(model: nn.Module, mesh: DeviceMesh) -> None:
+def place_pair(model: Any, mesh: DeviceMesh) -> None:
     """Place the model on the whole mesh: sharded on ``tp``, if there is such a dim, replicated on all others."""
     cuts = cut_pairs(model)
 
-    def place(path: str, module: nn.Module, _: object) -> None:
+    def place(path: str, module: Any, _: object) -> None:
         for attribute, parameter in list(module._parameters.items()):
             name = f"{path}.{attribute}" if path else attribute
             placed: list[Placement] = [Replicate()] * mesh.ndim
             for axis, dim in cuts[name]:
                 if axis in (mesh.mesh_dim_names or ()):
                     placed[(mesh.mesh_dim_names or ()).index(axis)] = Shard(dim)
-            assert parameter is not None
             distributed = distribute_tensor(parameter.detach(), mesh, placed)
             module.register_parameter(attribute, nn.Parameter(distributed))
 
@@ -100,10 +99,9 @@ def check(mesh: DeviceMesh, dims: object, data: Sequence[str], **options: object
     return model
 
 
-def placed(model: nn.Module, name: str) -> tuple[tuple[str, ...], tuple[Placement, ...]]:
+def placed(model: Any, name: str) -> tuple[tuple[str, ...], tuple[Placement, ...]]:
     """Return the mesh dims of a parameter with their placements."""
     parameter = model.get_parameter(name)
-    assert isinstance(parameter, DTensor)
     return parameter.device_mesh.mesh_dim_names or (), parameter.placements
 
 
@@ -193,11 +191,10 @@ def each_rank_has_a_loss() -> None:
         (reference(half) / 2).backward()
     for shard in LIBRARIES:
         arrived: dict[str, tuple[Placement, ...]] = {}
-        model = place_replicated(Mixed(), mesh)
+        model: Any = place_replicated(Mixed(), mesh)
         shard(model, mesh=mesh, dp_mesh_dims=peer.DataParallelMeshDims(shard="dp"))
 
-        def note(name: str, gradient: torch.Tensor, arrived: dict[str, tuple[Placement, ...]] = arrived) -> None:
-            assert isinstance(gradient, DTensor)
+        def note(name: str, gradient: Any, arrived: dict[str, tuple[Placement, ...]] = arrived) -> None:
             arrived[name] = gradient.placements
 
         def watchdog(module: nn.Module, _: object, note: Callable[[str, torch.Tensor], None] = note) -> None:
@@ -218,10 +215,9 @@ def place_replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def gradient_of(model: nn.Module, name: str) -> torch.Tensor:
+def gradient_of(model: Any, name: str) -> torch.Tensor:
     """Return the full gradient. Collective."""
     gradient = model.get_parameter(name).grad
-    assert isinstance(gradient, DTensor)
     return gradient.full_tensor()
 
 
@@ -233,9 +229,8 @@ class EqualLayers(nn.Module):
         self.one, self.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        one, other = self.one, self.other
-        assert isinstance(one, DTensor)
-        assert isinstance(other, DTensor)
+        one: Any = self.one
+        other: Any = self.other
         return ((one.to_local() + other.to_local()) * x[0]).sum()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -130,9 +130,8 @@ def test_frozen_groups_that_are_kept_are_gathered_once_and_after_changes() -> No
             gathered.append({event.group for event in recorder if event.operation is Operation.UNSHARD})
         return loss.detach()
 
-    def shard(model: nn.Module) -> None:
+    def shard(model: Any) -> None:
         shard_layers(model, fully_shard, reshard_after_forward=False)
-        assert isinstance(model, FSDPModule)
         model.set_reshard_after_backward(False)
 
     check_parity(build, play, shard=shard, steps=4)
@@ -168,7 +167,6 @@ def test_parameters_can_be_frozen_while_gradients_are_in_flight(summed: str, loo
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = seeded(Layered)(), seeded(Layered)()
     fully_shard(model)
-    assert isinstance(model, FSDPModule)
 
     def step(of: nn.Module, microbatch: int, of_rank: int, factor: float) -> None:
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * microbatch + of_rank))
@@ -187,7 +185,6 @@ def test_parameters_can_be_frozen_while_gradients_are_in_flight(summed: str, loo
         for other in range(size):
             step(reference, microbatch, other, 1 / size)
     for (name, parameter), unsharded in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert isinstance(parameter.grad, DTensor), name
         assert unsharded.grad is not None, name
         torch.testing.assert_close(parameter.grad.full_tensor(), unsharded.grad)
 
@@ -215,7 +212,6 @@ def freeze_between(flips: bool, *, reshard: bool | int) -> None:
         for (name, parameter), unsharded in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert (parameter.grad is None) == (unsharded.grad is None), name
             if parameter.grad is not None and unsharded.grad is not None:
-                assert isinstance(parameter.grad, DTensor)
                 torch.testing.assert_close(parameter.grad.full_tensor(), unsharded.grad)
 
 

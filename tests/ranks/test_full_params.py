@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -136,13 +137,12 @@ def test_written_values_replace_parameters_kept_unsharded() -> None:
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 @on_ranks("shape")
 def test_with_grads_shows_full_gradients_and_writes_them_back(shape: tuple[int, ...]) -> None:
-    model = built("mlp", shape)
+    model: Any = built("mlp", shape)
     backward(model, "mlp")
     rank = dist.get_rank()
     frozen = model.get_parameter("layers.1.bias")
     frozen.grad = None
     lone = model.get_parameter("scale")
-    assert isinstance(lone.grad, DTensor)
     if rank != 0:
         lone.grad.to_local().zero_()
     expected = {n: None if p.grad is None else full_value(p.grad) for n, p in model.named_parameters()}
@@ -171,8 +171,7 @@ def test_with_grads_shows_full_gradients_and_writes_them_back(shape: tuple[int, 
         if name == "layers.0.bias":
             assert parameter.grad is None
             continue
-        assert isinstance(parameter.grad, DTensor)
-        assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]
+        assert parameter.grad.placements == parameter.placements
         value = expected[name]
         assert_exact(full_value(parameter.grad), torch.ones(9) if value is None else value * 3, name)
 

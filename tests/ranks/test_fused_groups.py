@@ -67,7 +67,6 @@ def test_fused_groups_share_one_gather_each_way_and_one_reduction() -> None:
 @on_ranks(2)
 def test_a_limit_of_zero_fuses_no_groups() -> None:
     model = shard_layers(STACK.build(), fully_shard)
-    assert isinstance(model, FSDPModule)
     model.set_schedule(max_fused_bytes=0)
     for step in range(3):
         with counted_collectives() as counts:
@@ -105,7 +104,6 @@ def test_a_setting_of_one_group_applies_to_that_group_only(
     """Check that fused gradients are bitwise equal to unfused ones. ``choose`` changes settings before each step."""
     mesh = init_device_mesh("cpu", (2, 2) if dist.get_world_size() == 4 else (2,))
     fused, alone = (shard_layers(STACK.build(), functools.partial(fully_shard, mesh=mesh)) for _ in range(2))
-    assert isinstance(alone, FSDPModule)
     alone.set_schedule(max_fused_bytes=0)
     for step, expected in enumerate(messages):
         for model in (fused, alone):
@@ -113,7 +111,7 @@ def test_a_setting_of_one_group_applies_to_that_group_only(
             choose([state for state in model.modules() if isinstance(state, FSDPModule)][1:], step)
             with counted_collectives() as counts:
                 for microbatch in range(1 if step < 3 else 2):
-                    model.set_is_last_backward(microbatch == (0 if step < 3 else 1))  # type: ignore[operator]
+                    model.set_is_last_backward(microbatch == (0 if step < 3 else 1))
                     STACK.loss(model, STACK.batch_of(step + 10 * microbatch, dist.get_rank())).backward()
             if model is fused:
                 assert counts["reduced"] == expected, f"step {step}"
@@ -147,7 +145,6 @@ def test_ranks_may_use_different_groups_of_a_fusion() -> None:
     rank, task = dist.get_rank(), TASKS["chain"]
     used = {0: [0, 1], 1: [1, 2]}
     model, reference = shard_layers(Gated(), fully_shard), Gated()
-    assert isinstance(model, Gated)
     expected: dict[str, torch.Tensor] = {}
     for other in range(2):
         reference.zero_grad()
@@ -169,18 +166,17 @@ def test_ranks_may_use_different_groups_of_a_fusion() -> None:
 @on_ranks(1)
 def test_limits_must_be_numbers() -> None:
     model = shard_layers(STACK.build(), fully_shard)
-    assert isinstance(model, FSDPModule)
     for bad in (-1, True, 1.5):
         with pytest.raises(
             ConfigurationError, match=f"max_fused_bytes must be an int of at least 0 or None, not {bad!r}"
         ):
-            model.set_schedule(max_fused_bytes=bad)  # type: ignore[arg-type]
+            model.set_schedule(max_fused_bytes=bad)
     for bad in (-1, True, 1.5):
         with pytest.raises(
             ConfigurationError, match=f"max_unsharded_bytes must be an int of at least 0 or None, not {bad!r}"
         ):
-            model.set_schedule(max_unsharded_bytes=bad)  # type: ignore[arg-type]
+            model.set_schedule(max_unsharded_bytes=bad)
         with pytest.raises(ConfigurationError, match=f"^prefetch_limit must be an int .* or None, not {bad!r}"):
-            model.set_schedule(prefetch_limit=bad)  # type: ignore[arg-type]
+            model.set_schedule(prefetch_limit=bad)
     model.set_schedule(max_unsharded_bytes=10)
     assert state_of(model).options.max_unsharded_bytes == 10

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
+from composable_fsdp import MixedPrecisionPolicy, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import root_of, state_of
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
@@ -23,11 +24,9 @@ def test_ranks_with_different_used_weights_reduce_together(world_size: int, tran
     run_ranks(use_different_weights, world_size, environment=transport)
 
 
-def check_gradients(model: nn.Module, reference: nn.Module, size: int) -> None:
+def check_gradients(model: Any, reference: Any, size: int) -> None:
     """Compare with the gradients of ``reference``, which are the sums over all ranks."""
-    for (name, parameter), unsharded in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert isinstance(parameter.grad, DTensor), name
-        assert unsharded.grad is not None
+    for parameter, unsharded in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), unsharded.grad / size)
 
 
@@ -75,18 +74,17 @@ def sum_bf16_gradients_in_fp32(microbatches: int) -> None:
     Accumulated gradients are sent in fp32.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model, rank, size = Tower(), dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model: Any = Tower()
     fully_shard(model, mp_policy=precision)
-    assert isinstance(model, FSDPModule)
     everyones: list[dict[str, torch.Tensor]] = []
     for other in range(size):
-        reference = Tower().bfloat16()
+        reference: Any = Tower().bfloat16()
         sums: dict[str, torch.Tensor] = {}
         for i in range(microbatches):
             reference.zero_grad()
             play_bf16(reference, i, other)
             for name, parameter in reference.named_parameters():
-                assert parameter.grad is not None
                 sums[name] = sums[name] + parameter.grad.float() if name in sums else parameter.grad.float()
         everyones.append(sums)
     with Recorder() as recorder:
@@ -101,7 +99,6 @@ def sum_bf16_gradients_in_fp32(microbatches: int) -> None:
         total = everyones[0][name].clone()
         for sums in everyones[1:]:
             total += sums[name]
-        assert isinstance(parameter.grad, DTensor)
         torch.testing.assert_close(parameter.grad.full_tensor(), total / size, rtol=0, atol=0, msg=name)
 
 
@@ -139,7 +136,8 @@ class TwoHeads(nn.Module):
 @pytest.mark.behaviour("C-17")
 @on_ranks(2, transports=TRANSPORTS)
 def test_ranks_may_use_different_parameters_of_a_group_with_nested_groups() -> None:
-    rank, model, reference = dist.get_rank(), TwoHeads(), TwoHeads()
+    rank, reference = dist.get_rank(), TwoHeads()
+    model: Any = TwoHeads()
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -156,5 +154,4 @@ def test_ranks_may_use_different_parameters_of_a_group_with_nested_groups() -> N
         model.zero_grad()
         play(model, step, rank)
         for name, parameter in model.named_parameters():
-            assert isinstance(parameter.grad, DTensor), name
             torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])

@@ -41,7 +41,6 @@ def test_unshard_and_reshard_by_hand() -> None:
     originals = dict(task.build().named_parameters())
     model = shard_layers(task.build(), fully_shard)
     layer = model.get_submodule("layers.1")
-    assert isinstance(layer, FSDPModule)
     for async_op in (False, True, False):
         handle = layer.unshard(async_op=async_op)
         assert (handle is not None) == async_op
@@ -68,7 +67,6 @@ def test_unshard_and_reshard_by_hand() -> None:
         "reshard layers.1",
         operations=PARAMETERS,
     )
-    assert isinstance(model, FSDPModule)
     model.reshard()
 
 
@@ -143,7 +141,7 @@ def test_reshard_after_forward_can_be_changed_between_iterations() -> None:
 
     model = check_parity(task.build, play, steps=len(wanted))
     with pytest.raises(ConfigurationError, match="bool"):
-        model.set_reshard_after_forward(2)  # type: ignore[operator]
+        model.set_reshard_after_forward(2)
 
 
 class ByHand:
@@ -171,14 +169,12 @@ def test_parameters_kept_after_backward_are_not_stale_after_an_optimizer_step(
 ) -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
 
-    def shard(model: nn.Module) -> None:
+    def shard(model: Any) -> None:
         shard_layers(model, fully_shard, reshard_after_forward=reshard_after_forward)
-        assert isinstance(model, FSDPModule)
         model.set_reshard_after_backward(False)
 
     for name, optimizer in {**OPTIMIZERS, "by hand": ByHand}.items():
-        model = check_parity(task.build, play_task("mlp"), optimizer, shard=shard, what=name)
-        assert isinstance(model, FSDPModule)
+        model: Any = check_parity(task.build, play_task("mlp"), optimizer, shard=shard, what=name)
         traces = []
         for step in range(2):
             with Recorder() as recorder:
@@ -199,7 +195,6 @@ def test_only_an_optimizer_of_shards_makes_kept_parameters_stale() -> None:
     """Step optimizers of plain tensors between passes that keep parameters unsharded."""
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, reshard_after_forward=False)
-    assert isinstance(model, FSDPModule)
     model.set_reshard_after_backward(False)
     shards = [cast(DTensor, p)._local_tensor for p in model.parameters()]
     for aliases in ([s.detach() for s in shards], [s.data for s in shards]):
@@ -315,9 +310,8 @@ def test_an_embedding_is_not_gathered_in_backward() -> None:
         return loss.detach()
 
     def shard(unshard_in_backward: bool) -> Callable[[nn.Module], None]:
-        def apply(model: nn.Module) -> None:
+        def apply(model: Any) -> None:
             embedding = fully_shard(model.get_submodule("embedding"))
-            assert isinstance(embedding, FSDPModule)
             embedding.set_unshard_in_backward(unshard_in_backward)
             shard_layers(model, fully_shard)
 
@@ -356,8 +350,7 @@ class Nesting(Autoencoder):
         return self.decode(self.encode(x))["x"] + self.decode_bias
 
 
-def play_methods(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    assert isinstance(model, Autoencoder)
+def play_methods(model: Any, step: int, rank: int) -> torch.Tensor:
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
     code = model.encode(x, scale=0.5)
     loss = (model.decode(code)["x"] - x).square().mean()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import RanksError
 from composable_fsdp.trace import Operation, TraceEvent, ledger, listeners
 from tests._internals import FSDPState, find_state, state_of
@@ -62,12 +63,10 @@ def watch_training_steps(reshard_after_forward: bool | int | None) -> None:
         live.check("after a forward without gradients", least=FULL, expected=kept)
 
 
-def check_gradients(model: nn.Module) -> None:
+def check_gradients(model: Any) -> None:
     """Check that gradients are DTensors, placed like the parameters, and no larger than their shards."""
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), name
+    for parameter in model.parameters():
         gradient = parameter.grad
-        assert isinstance(gradient, DTensor), name
         assert (gradient.placements, gradient.device_mesh) == (parameter.placements, parameter.device_mesh)
         assert (gradient.shape, gradient.dtype) == (parameter.shape, parameter.dtype)
         assert gradient.to_local().shape == parameter.to_local().shape
@@ -117,7 +116,6 @@ def compare_ledger_with_storages(task_name: str, precision: MixedPrecisionPolicy
                 task.loss(model, task.batch_of(step, rank)).backward()
             with torch.no_grad():
                 model(*task.batch_of(2, rank)[:-1])
-            assert isinstance(model, FSDPModule)
             model.unshard()
             model.reshard()
         operations = {event.operation for event in checked.events}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.errors import MeshError
@@ -26,16 +26,13 @@ from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
 @pytest.mark.behaviour("A-03")
 @on_ranks(2, 4)
 def test_the_default_mesh_is_all_ranks_unnamed_on_cpu_and_one_for_all_modules() -> None:
-    first, second = nn.Linear(3, 5), nn.Linear(3, 5)
-    fully_shard(first)
-    fully_shard(second)
-    assert isinstance(first.weight, DTensor)
-    assert isinstance(second.weight, DTensor)
-    mesh = first.weight.device_mesh
+    layers: list[Any] = [fully_shard(nn.Linear(3, 5)) for _ in range(2)]
+    first, second = (layer.weight for layer in layers)
+    mesh = first.device_mesh
     assert mesh.mesh.tolist() == list(range(dist.get_world_size()))
     assert (mesh.ndim, mesh.mesh_dim_names, mesh.device_type) == (1, None, "cpu")
-    assert second.weight.device_mesh is mesh
-    assert first.weight.placements == (Shard(0),)
+    assert second.device_mesh is mesh
+    assert first.placements == (Shard(0),)
 
 
 WITHOUT_A_PROCESS_GROUP = """
@@ -88,7 +85,6 @@ def test_every_mesh_trains_with_parity_on_different_data(
     shard_layers(model, fully_shard, mesh=mesh)
     assert_sharded(model, values, mesh)
     for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
         assert parameter.device_mesh is mesh
         assert parameter.placements == ((Replicate(), Shard(0)) if len(shape) == 2 else (Shard(0),))
     train_and_compare(model, reference, TASKS[task])
@@ -100,13 +96,12 @@ def test_a_2d_slice_of_a_larger_mesh_averages_over_its_ranks_only() -> None:
     """Check the slice that the error for a 3-d mesh recommends. Different slices do not average their gradients."""
     world = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("other", "replicate", "shard"))
     mesh = world["replicate", "shard"]
-    model = nn.Linear(3, 5)
+    model: Any = nn.Linear(3, 5)
     values = values_of(model)
     fully_shard(model, mesh=mesh)
     assert_sharded(model, values, mesh)
     rank = dist.get_rank()
     model(torch.full((1, 3), float(rank))).sum().backward()
-    assert isinstance(model.weight.grad, DTensor)
     mean = {0: 0.5, 1: 2.5}[rank // 2]
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((5, 3), mean))
 
@@ -128,7 +123,7 @@ def test_a_mesh_in_another_order_than_the_ranks_trains_with_parity() -> None:
 
 def _shard_outside() -> str:
     mesh = DeviceMesh("cpu", [0, 2])
-    model = nn.Linear(3, 5)
+    model: Any = nn.Linear(3, 5)
     message = ""
     try:
         fully_shard(model, mesh=mesh)
@@ -137,7 +132,6 @@ def _shard_outside() -> str:
         assert type(model) is nn.Linear
     else:
         model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
-        assert isinstance(model.weight.grad, DTensor)
         assert torch.equal(model.weight.grad.full_tensor(), torch.ones(5, 3))
     dist.barrier()
     return message
@@ -168,8 +162,7 @@ def test_groups_of_one_model_may_be_on_different_meshes() -> None:
     assert torch.equal(gradients[1], torch.full((3, 3), {0: 0.5, 1: 2.5}[rank // 2]))
 
 
-def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    assert isinstance(parameter.grad, DTensor)
+def full_gradient(parameter: Any) -> torch.Tensor:
     return parameter.grad.full_tensor()
 
 

@@ -133,8 +133,7 @@ class Outer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.before(x)
-        inner = self.layers[0]
-        assert isinstance(inner, Inner)
+        inner: Any = self.layers[0]
         container = inner.pack(x, x * 2)
         for layer in self.layers:
             packed = layer(container, scale=inner.pack(x.sigmoid(), x))

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from composable_fsdp import clip_grad_norm_, find_nonfinite, fully_shard
 from composable_fsdp.errors import GradientError
@@ -21,9 +20,8 @@ from tests.helpers.models import shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
 
 
-def local_gradient(model: nn.Module, name: str) -> torch.Tensor:
+def local_gradient(model: Any, name: str) -> torch.Tensor:
     gradient = model.get_parameter(name).grad
-    assert isinstance(gradient, DTensor)
     return gradient.to_local()
 
 

@@ -13,7 +13,6 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
@@ -43,7 +42,6 @@ def train_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **opt
         **options,
     )
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), name
         part, cuts = values[name], (Shard(0),)
         if "experts" in name:
             part = expected_shard(part, mesh.get_local_rank("ep"), 2, 0)
@@ -69,10 +67,9 @@ def train_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **opt
                 module.held = slice(first, first + NUM_EXPERTS // 2)
         return step(each, number, of_rank)
 
-    def average_over_two(each: nn.Module, _: int) -> None:
+    def average_over_two(each: Any, _: int) -> None:
         for name, parameter in each.named_parameters():
             if "experts" in name:
-                assert parameter.grad is not None
                 parameter.grad.mul_(2)  # train() divides all gradients by four
 
     ours = train(model, step_as_rank, OPTIMIZERS["adam-foreach"], ranks=[rank], watched=rank)
@@ -116,7 +113,6 @@ def test_parameters_of_one_group_may_be_hybrid_and_others_sharded() -> None:
         model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
         shard_layers(model, fully_shard, mesh=both, shard_placement_fn=lambda p: result() if p.ndim == 1 else None)  # noqa: B023
         for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor)
             expected = (Shard(0),) if parameter.ndim == 2 else (Replicate(), Shard(0))
             assert parameter.placements == expected, name
         step: Play = play(TASKS["mlp"])
@@ -133,7 +129,7 @@ def test_every_mesh_of_a_group_accumulates_and_reduces_in_the_same_precision() -
     data = mesh["edp", "ep"]._flatten("dp")
     rank = dist.get_rank()
     dense, expert = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-    model = nn.Sequential(dense, expert)
+    model: Any = nn.Sequential(dense, expert)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.eye(3))
@@ -152,8 +148,7 @@ def test_every_mesh_of_a_group_accumulates_and_reduces_in_the_same_precision() -
         if not sync:
             assert [p.grad for p in model.parameters()] == [None, None]
     for linear, mean in ((dense, 1.5), (expert, {0: 1.0, 1: 2.0}[rank % 2])):
-        gradient = linear.weight.grad
-        assert isinstance(gradient, DTensor)
+        gradient: Any = linear.weight.grad
         assert_exact(gradient.full_tensor(), torch.full((3, 3), 2 * mean), f"{mean}")
 
 
@@ -185,8 +180,8 @@ def test_experts_that_exchange_tokens_divide_by_their_own_factor() -> None:
     held = mesh.get_local_rank("ep")
     inputs = [torch.randn(6, 4, generator=torch.Generator().manual_seed(each)) for each in range(4)]
     for factor in (None, 8.0):
-        reference = ExchangedExperts(None, slice(None))
-        model = ExchangedExperts(mesh.get_group("ep"), slice(held, held + 1))
+        reference: Any = ExchangedExperts(None, slice(None))
+        model: Any = ExchangedExperts(mesh.get_group("ep"), slice(held, held + 1))
         own = model.experts
         fully_shard(
             model,
@@ -202,13 +197,10 @@ def test_experts_that_exchange_tokens_divide_by_their_own_factor() -> None:
             (sum(reference(x).square().mean() for x in inputs) / 4).backward()
             if factor is not None:
                 for p in reference.dense.parameters():
-                    assert p.grad is not None
                     p.grad.div_(2)
             for name, parameter in model.named_parameters():
                 expected = reference.get_parameter(name).grad
-                assert expected is not None
                 expected = expected[held : held + 1] if name == "experts" else expected
-                assert isinstance(parameter.grad, DTensor)
                 torch.testing.assert_close(parameter.grad.full_tensor(), expected, msg=name)
             for optimizer in (ours, theirs):
                 optimizer.step()

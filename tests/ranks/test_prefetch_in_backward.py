@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
@@ -84,7 +83,6 @@ def test_ranks_with_different_used_parameters_launch_in_one_order(route: str) ->
     assert all(others == own for others in everyones)
     assert own.count("reduce-scatter of 2") == 1
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter.grad, DTensor), name
         torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
 
 
@@ -108,8 +106,8 @@ def test_two_groups_and_the_gradients_of_one_are_in_memory_together() -> None:
 @on_ranks(1)
 def test_a_layer_that_ran_before_its_model_is_named_by_its_path() -> None:
     """Run a layer as its own root, then inside the model that renames it, with one backward through both outputs."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(740, 740), nn.Tanh(), nn.Linear(740, 740)) for _ in range(2)))
-    reference = copy.deepcopy(model)
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(740, 740), nn.Tanh(), nn.Linear(740, 740)) for _ in range(2)))
+    reference: Any = copy.deepcopy(model)
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
@@ -117,5 +115,4 @@ def test_a_layer_that_ran_before_its_model_is_named_by_its_path() -> None:
     for each in (model, reference):
         (each[1](x).sum() + each(x).sum()).backward()
     for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert isinstance(parameter.grad, DTensor)
         torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)

@@ -16,7 +16,7 @@ from composable_fsdp import FSDPModule, PeerError, fully_shard
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ForwardRecord, Planner, events, state_of
 from tests.helpers.assert_trace import assert_trace, peak_groups
-from tests.helpers.models import TASKS, Routed, shard_layers
+from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import SOCKETS, TRANSPORTS
 
@@ -137,7 +137,6 @@ def test_a_group_whose_inputs_need_no_gradient_is_reduced_before_the_next_ones_b
 def test_a_prefetched_group_that_did_not_run_is_resharded_at_the_end_of_forward() -> None:
     task, rank = TASKS["routed"], dist.get_rank()
     model = task.build()
-    assert isinstance(model, Routed)
     shard_layers(model, fully_shard, fuses=False)
     task.loss(model, task.batch_of(0, rank)).backward()
     model.zero_grad()
@@ -175,11 +174,10 @@ class Embedded(nn.Module):
 @pytest.mark.behaviour("C-03")
 @on_ranks(2, environment=SOCKETS)
 def test_a_root_is_freed_before_its_reduction_if_all_other_backwards_are_done() -> None:
-    model = Embedded()
+    model: Any = Embedded()
     for layer in (*model.layers, model.skipped):
         fully_shard(layer)
     fully_shard(model)
-    assert isinstance(model, FSDPModule)
     model.set_schedule(max_fused_bytes=0)
     for skips, order in ((False, ["reshard root", "reduce root"]), (True, ["reduce root", "reshard root"])):
         model.skips = skips
@@ -196,7 +194,6 @@ def test_a_root_is_freed_before_its_reduction_if_all_other_backwards_are_done() 
 def test_the_prefetch_depth_can_be_bounded() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, fuses=False)
-    assert isinstance(model, FSDPModule)
     layer_bytes = max(e.group.plan.unsharded_bytes for e in map(state_of, model.get_submodule("layers").children()))
 
     def count_peak_groups() -> int:
@@ -266,13 +263,13 @@ def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tup
             loss = task.loss(model, task.batch_of(step, rank))
             loss.backward()
             seen.append(loss.detach())
-            seen += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+            seen += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
             optimizer.step()
             optimizer.zero_grad()
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        seen += [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+        seen += [p.to_local().clone() for p in model.parameters()]
         return [each.detach().numpy().tobytes() for each in seen], len(eager)
     finally:
         Planner.begin_forward, Planner.eager = begin, run  # type: ignore[method-assign]
@@ -312,18 +309,17 @@ class Last(nn.Module):
 
 
 def fail_once_then_train() -> int:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), Last())
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), Last())
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
     x = torch.ones(1, WIDTH)
     last = model[-1]
-    assert isinstance(last, Last)
     last.fails = dist.get_rank() == 1
     with suppress(ArithmeticError, PeerError):
         model(x).sum().backward()
     last.fails = False
-    model.reset_iter_state()  # type: ignore[operator]
+    model.reset_iter_state()
     for _ in range(2):
         model(x).sum().backward()
     return 1

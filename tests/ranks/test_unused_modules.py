@@ -332,7 +332,7 @@ def build_twice(shard: Any, *, zeros: bool, **options: Any) -> Any:
     return model
 
 
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
+def gradients_of(model: nn.Module) -> dict[str, Any]:
     """Return the full gradients. Must be called on all ranks."""
     return {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else None for name, p in model.named_parameters()}
 
@@ -388,7 +388,6 @@ def test_parameters_that_no_rank_used_get_zeros_if_asked_for_as_with_torchs_fsdp
     assert gradients_of(theirs_at_first)["second.idle"] is None, "a module that never ran has no gradient"
     for name, gradient in gradients_of(model).items():
         if not name.endswith("frozen"):
-            assert gradient is not None, name
             assert gradient.dtype is torch.float32
             assert name == "first.used" or not gradient.any(), name
 
@@ -430,5 +429,4 @@ def test_ranks_may_use_different_parameters_of_modules_whose_inputs_need_no_grad
     for rank in range(2):
         (reference(x, rank == 0) / 2).backward()
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter.grad, DTensor)
         torch.testing.assert_close(parameter.grad.full_tensor(), reference.get_parameter(name).grad)

@@ -57,8 +57,7 @@ def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers]) 
         if number == 2 and is_last():
             time.sleep(LATE)
         step(model)
-    watchdog = known_watchdog()
-    assert watchdog is not None
+    watchdog: Any = known_watchdog()
     assert not watchdog.report().failure
 
 
@@ -67,15 +66,14 @@ def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers]) 
 @on_ranks(2, environment="transport")
 def test_ranks_wait_for_a_late_one_after_a_recovery() -> None:
     """Check that a recovery clears the operation that a rank waited for, although operations are renumbered from 0."""
-    model = build()
+    model: Any = build()
     with inject_fault("raises in forward", model), pytest.raises((ArithmeticError, PeerError)):
         step(model)
     model.reset_iter_state()
     with inject_faults(model) as labels:
         step(model)
     for number in range(len(labels)):
-        watchdog = known_watchdog()
-        assert watchdog is not None
+        watchdog: Any = known_watchdog()
         assert watchdog.here.waiting is None
         with inject_faults(model, Fault(Delay(LATE), rank=0, number=number) if number % 4 == 0 else Fault(Delay(0.0))):
             step(model)
@@ -84,13 +82,12 @@ def test_ranks_wait_for_a_late_one_after_a_recovery() -> None:
 @both_transports
 @on_ranks(2, environment="transport")
 def test_a_long_wait_that_ended_is_not_reported() -> None:
-    model = build()
+    model: Any = build()
     step(model)
     if is_last():
         time.sleep(2 * PATIENCE)
     step(model)
-    watchdog = known_watchdog()
-    assert watchdog is not None
+    watchdog: Any = known_watchdog()
     assert watchdog.report().waiting is None
 
 
@@ -157,7 +154,6 @@ def test_roots_that_share_a_backward_count_it_once() -> None:
         fully_shard(root)
     for _ in range(3):
         roots[1](roots[0](torch.ones(1, 4))).sum().backward()
-    watchdog = known_watchdog()
-    assert watchdog is not None
+    watchdog: Any = known_watchdog()
     assert watchdog.here.steps == 3
     assert not watchdog.here.passes

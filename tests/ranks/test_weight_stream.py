@@ -134,7 +134,7 @@ def stream_tensor_parallel() -> None:
         for name, value in values_of(target).items():
             assert_exact(value, values[name], name)
         for parameter in model.parameters():
-            parameter.detach().to_local().zero_()  # type: ignore[attr-defined]
+            parameter.detach().to_local().zero_()
         copy_params(target, model)
         assert_streams(model, values)
     with counted_collectives() as counts:
@@ -165,7 +165,7 @@ def test_tensor_parallel_parameters_and_experts_are_gathered_over_all_their_axes
 
 def cast_and_ignore() -> None:
     """Check casts, parameters that are not sharded, DTensors of the user, and dtypes that are never cast."""
-    model = seeded(UnevenMLP)()
+    model: Any = seeded(UnevenMLP)()
     model.register_parameter("table", nn.Parameter(torch.arange(5), requires_grad=False))
     model.register_parameter("scalar", nn.Parameter(torch.tensor(3.0)))
     mesh = init_device_mesh("cpu", (2,))
@@ -231,7 +231,7 @@ def empty_afterwards() -> None:
 
 def in_a_step() -> None:
     model = shard_layers(seeded(Chain)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
-    model.layers[1].register_forward_hook(lambda *_: stream_full_params(model))  # type: ignore[index, union-attr]
+    model.layers[1].register_forward_hook(lambda *_: stream_full_params(model))
     with pytest.raises(LifecycleError, match=r"^stream_full_params was called during a forward of .*Call it before"):
         model(torch.ones(1, 8))
 
@@ -431,7 +431,7 @@ def read_inside_of_an_unsharded_parent() -> None:
         for parameter in source.parameters():
             parameter.mul_(2)
     copy_params(fully_shard(source.get_submodule("layers.0"), mesh=mesh), child)
-    parent.reshard()  # type: ignore[operator]
+    parent.reshard()
     for name, value in values.items():
         assert_exact(full_value(child.get_parameter(name)), value * 2, name)
 

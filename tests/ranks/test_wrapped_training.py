@@ -67,7 +67,6 @@ def test_shared_modules_are_one_group() -> None:
         model = check_parity(
             seeded(Recurrent), play_task("chain"), shard=partial(fully_shard, policy=policy), what=str(policy)
         )
-        assert isinstance(model, Recurrent)
         assert model.layers[0] is model.layers[2]
         (cell, _) = model.first.children()
         assert state_of(cell).name == "first.0"
@@ -132,8 +131,7 @@ def test_groups_are_initialised_and_synchronised_one_after_the_other(on_meta: bo
             assert {float(v.flatten()[0]) for v in values.values()} == set(map(float, range(1, len(own))))
 
 
-def shard_by_hand(model: nn.Module, order: tuple[str, ...]) -> nn.Module:
-    assert isinstance(model, Transformer)
+def shard_by_hand(model: Any, order: tuple[str, ...]) -> nn.Module:
     tie_groups([model.embedding, model.head])
     for name in order:
         fully_shard(model.get_submodule(name))

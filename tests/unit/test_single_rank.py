@@ -290,7 +290,7 @@ def test_one_rank_with_mixed_precision_computes_in_bf16_and_steps_in_fp32(reshar
         assert_exact(loss, expected, "loss")
         for name, p in model.named_parameters():
             assert isinstance(p.grad, DTensor)
-            assert_exact(p.grad.to_local(), master.get_parameter(name).grad, name)  # type: ignore[arg-type]
+            assert_exact(p.grad.to_local(), master.get_parameter(name).grad, name)
         ours.step()
         theirs.step()
         ours.zero_grad()
