@@ -18,7 +18,6 @@ SECONDS = 8.0
 
 
 def reports(name: str, library: str) -> str:
-    """Run a row's program and return the reports of the ranks, or the error if their processes fail."""
     try:
         return " | ".join(run_ranks(play, ROWS[name].ranks, name, library, timeout=SECONDS))
     except RanksError as error:

@@ -29,8 +29,6 @@ def group() -> Iterator[None]:
 
 
 class OwnAllGather:
-    """A custom all-gather that does nothing. These tests never run it."""
-
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 

@@ -21,8 +21,6 @@ pytestmark = pytest.mark.behaviour("I-03")
 
 
 class Counted(TorchDispatchMode):
-    """A mode of the user that asks to see what the library does."""
-
     observes_sharding = True
 
     def __init__(self) -> None:
@@ -46,7 +44,6 @@ def sharded(shard: Any, **options: Any) -> Any:
 
 
 def step(shard: Any, *, has_grad: bool = True, **options: Any) -> dict[str, int]:
-    """Return the collectives of a first forward, and of its backward."""
     model, x = sharded(shard, **options), torch.ones(2, 64, requires_grad=True)
     with warnings.catch_warnings(), CommDebugMode() as mode, torch.set_grad_enabled(has_grad):
         warnings.simplefilter("ignore")  # torch's about views, which the mode makes of outputs

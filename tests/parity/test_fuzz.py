@@ -109,7 +109,6 @@ class DrawnPrograms:
         return list(self.map_drawn().values())
 
     def map_drawn(self) -> dict[Program, Program]:
-        """Map each drawn program to the program that runs."""
         found: dict[Program, None] = {}
         self.each(found.setdefault)
         drawn = {program: program for program in list(found)[: self.size]}
@@ -127,7 +126,6 @@ drawn = lru_cache(DrawnPrograms.programs)
 
 @lru_cache
 def in_ci(world_size: int) -> list[Program]:
-    """Return the programs that CI trains, the shortest ones first."""
     found = sorted(drawn(DrawnPrograms(IN_CI[world_size], world_size)), key=module_calls)
     used = Counter(name for program in found for name in features(program))
     for program in reversed([program for program in found if module_calls(program) > LONG]):
@@ -161,7 +159,6 @@ def on_ranks(some: Sequence[Program], timeout: float) -> dict[int, str]:
 
 
 def failures(all_programs: Sequence[Program]) -> dict[Program, str]:
-    """Run programs in batches, then run each failed program alone, and return the failures."""
     found: dict[Program, str] = {}
     for start in range(0, len(all_programs), BATCH):
         batch = all_programs[start : start + BATCH]

@@ -62,8 +62,6 @@ Shard = Callable[..., Any]
 
 
 class Block(nn.Module):
-    """A block with odd sizes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 7)
@@ -157,7 +155,6 @@ def test_a_pipeline_of_sharded_stages_trains_as_with_torch(schedule: str) -> Non
 
 
 def unsharded(dtype: torch.dtype) -> Any:
-    """Return the model after the same steps without sharding: it computes in ``dtype``, and sums in fp32."""
     model: Any = seeded(chain)()
     optimizer = SGD(model.parameters())
     for step in range(STEPS):

@@ -87,8 +87,6 @@ def test_the_log_of_torchs_fsdp_shows_ours(caplog: pytest.LogCaptureFixture) -> 
 
 
 class Halves(nn.Module):
-    """A module with two outputs, both of which get a gradient."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)

@@ -82,8 +82,6 @@ def precompute_bitnet_scales(model: nn.Module) -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen NF4 matrix with a low-rank adapter."""
-
     def __init__(self, linear: nn.Linear) -> None:
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
@@ -185,7 +183,6 @@ def play(
     microbatches: int = 1,
     watched: Callable[[Any], Any] = lambda model: model[0][0],
 ) -> Run:
-    """Train ``model`` as data-parallel rank ``rank``."""
     run = Run()
     optimizer = optimizer_of([p for p in model.parameters() if p.requires_grad])
     watched(model).register_forward_pre_hook(lambda m, _: run.computes_as.append(type(_inner(m.weight)).__name__))
@@ -343,7 +340,6 @@ def test_torchao_state_dicts_restore_the_saved_values(name: str) -> None:
 
 @on_ranks(2)
 def test_torchao_checkpoints_restore_the_saved_values(tmp_path: Path) -> None:
-    """Check that a model that loads a checkpoint gives the same outputs and gathers as the saved model."""
     rank = dist.get_rank()
     for i, name in enumerate(("float8, scales precomputed", "int8 weights", "bitnet")):
         recipe = RECIPES[name]

@@ -28,7 +28,6 @@ STEPS = 3
 
 
 def llama(*, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a Llama with random values and some odd sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(11)
@@ -109,7 +108,6 @@ def load_train_and_save(folder: Path, *, tied: bool, half: bool) -> None:
 
 
 def assert_same(model: nn.Module, other: nn.Module) -> None:
-    """Check that all values are bitwise equal."""
     ours, theirs = full_state(model), full_state(other)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():

@@ -181,7 +181,6 @@ def test_accumulation_by_shards_keeps_no_full_gradient() -> None:
 @pytest.mark.behaviour("C-07", "D-01")
 @on_ranks(2)
 def test_gradients_accumulate_by_shards_in_the_reduce_dtype() -> None:
-    """Sum three bf16 microbatches in fp32, bitwise equal to an explicit sum."""
     task, rank = TASKS["mlp"], dist.get_rank()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard_layers(task.build(), fully_shard, mp_policy=policy)
@@ -205,7 +204,6 @@ def test_gradients_accumulate_by_shards_in_the_reduce_dtype() -> None:
 
 
 def give_up(model: FSDPModule, step: int, rank: int, how: str, sharded: bool, in_flight: bool) -> None:
-    """Run a microbatch whose gradients are discarded."""
     task, module = TASKS["mlp"], as_module(model)
     model.set_is_last_backward(not in_flight)
     with no_sync(module, sharded=sharded):
@@ -255,7 +253,6 @@ def test_zero_grad_and_reset_drop_accumulated_gradients() -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 @on_ranks(2)
 def test_freezing_between_microbatches_keeps_accumulated_gradients(sharded: bool) -> None:
-    """Freeze a parameter that got a gradient from one microbatch; the gradients of others stay correct."""
     task = TASKS["mlp"]
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:

@@ -110,8 +110,6 @@ def test_an_averaged_model_computes_with_the_averages() -> None:
 
 
 class Normed(nn.Module):
-    """Has statistics and a frozen layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)

@@ -24,10 +24,7 @@ no_copies = SimpleNamespace(deepcopy=lambda options: options)
 
 @contextmanager
 def bound_to_device(is_torchcomms: bool) -> Iterator[list[str]]:
-    """Bind a device to the default group, over gloo. Yield the collectives of the whole job that this rank calls.
-
-    Under torchcomms, ``new_group`` refuses local synchronization.
-    """
+    """Bind a device to the default group, over gloo. Yield the collectives of the whole job that this rank calls."""
     world: Any = dist.group.WORLD
     calls: list[str] = []
     new_group, split_group = dist.new_group, c10d.split_group

@@ -33,8 +33,6 @@ OF_HOOKS = {_ATEN.view.default, _ATEN.detach.default}
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that it sees."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[Any] = Counter()
@@ -133,7 +131,6 @@ def test_the_first_and_later_calls_run_inside_transforms() -> None:
 def train(
     inside: Callable[[], AbstractContextManager[Any]], around_fully_shard: Callable[[], AbstractContextManager[Any]]
 ) -> list[torch.Tensor]:
-    """Return the parameters after two steps, each part of them in a context of its own."""
     model: Any = build()
     results = []
     with around_fully_shard():
@@ -255,8 +252,6 @@ def test_hooks_of_tensor_subclasses_run_outside_of_autocast() -> None:
 
 
 class Region(nn.Sequential):
-    """Runs its layers together as ``way`` does, such as a checkpoint."""
-
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.way: Callable[..., Any] = lambda run, x: run(x)

@@ -76,8 +76,6 @@ class Receiver:
 
 
 class Attention(nn.Module):
-    """Weights of a Llama that samplers join or split."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(width)
@@ -190,7 +188,6 @@ def change(model: nn.Module, dense: tuple[str, ...] = ()) -> None:
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
 @on_ranks("shape", timeout=120)
 def test_all_ranks_go_on_after_one_has_left_and_the_next_stream_is_whole(shape: tuple[int, ...]) -> None:
-    """Leave the loop on one rank in each flush. The others raise or end, and the next stream has all values."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = shard_layers(seeded(Chain)(), fully_shard, mesh=init_device_mesh("cpu", shape))
     receiver = Receiver(model, bucket_bytes=150, dtype=torch.bfloat16)
@@ -380,7 +377,6 @@ LAYOUTS = ["plain", "hybrid", "last dim", "column", "row", "same dim", "two mesh
 
 
 def place(model: Odd, layout: str, mesh: DeviceMesh) -> nn.Module:
-    """Shard ``model`` on a mesh of 2 times 2 ranks."""
     ignored = {p for p in model.parameters() if p.ndim == 0}
     dims = {"column": -1, "row": 0, "same dim": 0}
     if layout in dims:
@@ -417,7 +413,6 @@ def test_a_copy_of_changes_sends_everything_after_the_target_or_the_source_was_a
     target = seeded(Chain)()
 
     def copied(model: nn.Module) -> bool:
-        """Copy changes, and return whether everything was sent."""
         sent.clear()
         make = Flush.of
 

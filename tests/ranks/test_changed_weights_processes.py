@@ -125,8 +125,6 @@ def send_steps(folder: Path, first: int, die_at: int) -> int:
 
 
 class Reader:
-    """A receiver that reads new files of a folder in their order."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.seen = folder, ""
         self.state = {name: torch.zeros_like(value) for name, value in Steps().named_parameters()}

@@ -61,7 +61,6 @@ def assert_same(model: nn.Module, expected: nn.Module, dim: int = 0) -> None:
 
 
 def pair_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer whose state has the parameters' classes, filled."""
     wanted = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(wanted, lr=0.1, momentum=0.9)
     for parameter in wanted:
@@ -178,7 +177,6 @@ CODED, PAIR = "tests.helpers.tensor_classes.Coded", "tests.helpers.extension_ten
 
 @pytest.mark.behaviour("F-12")
 def test_another_class_is_refused(tmp_path: Path) -> None:
-    """Without process groups."""
     save(tmp_path, model_of(["coded"], 1))
     plain = nn.ModuleDict({"coded": nn.Linear(3, 6)})
     mismatch(tmp_path, plain, [TITLE, f"coded.weight: a {CODED}, expected a torch.Tensor"])

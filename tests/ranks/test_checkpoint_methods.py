@@ -103,8 +103,6 @@ def test_a_context_manager_chooses_the_form_of_the_models_own_state_dict() -> No
 
 
 class Noted(nn.Linear):
-    """Records the arguments of its load hooks. Its extra state is a tensor that grows."""
-
     def __init__(self) -> None:
         super().__init__(3, 3)
         self.seen: list[Any] = []

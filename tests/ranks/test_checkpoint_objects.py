@@ -25,8 +25,6 @@ from tests.helpers.run_ranks import on_ranks, run_ranks
 
 
 class Told(nn.Module):
-    """A module with any extra state, and one linear layer."""
-
     def __init__(self, told: Any = None) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 4)
@@ -76,7 +74,6 @@ PLACES: dict[str, tuple[Callable[[Any, Path], None], str]] = {
 
 
 def fails_on(place: str, folder: Path) -> None:
-    """Fail on rank 0, on rank 1 and on both."""
     action, text = PLACES[place]
     for on in ((0,), (1,), (0, 1)):
         for bad in (threading.Lock, Raises, Unknown, lambda: date.min, lambda: fails_on):
@@ -98,7 +95,6 @@ def test_an_object_that_cannot_be_loaded_again_is_an_error_on_all_ranks(tmp_path
 @pytest.mark.behaviour("F-12")
 @on_ranks(2)
 def test_arguments_that_are_wrong_on_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
-    """One rank's arguments are wrong: the others are told what it raised."""
     rank, (model, optimizer) = dist.get_rank(), built()
     is_wrong = rank == 1
     values: Any = [3] if is_wrong else {"step": 3}
@@ -178,8 +174,6 @@ def test_an_asynchronous_save_goes_to_the_directory_that_was_current_when_it_was
 
 
 class Views(nn.Module):
-    """Buffers and a parameter that are conjugate or negative views."""
-
     def __init__(self, scale: float) -> None:
         super().__init__()
         angles = torch.arange(6.0) * scale

@@ -118,7 +118,6 @@ def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """Collect the warnings that the package logs."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -416,8 +415,6 @@ def test_an_optimizer_whose_copy_cannot_step_loads_8_bit_state_once_it_has_stepp
 
 
 class Renamed(Blocked):
-    """A class that a file may name, admitted by ``torch.load`` or not."""
-
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], note: Any, *_: object) -> Any:
         return Renamed(inner["codes"], inner["scales"], note)

@@ -78,13 +78,11 @@ MAKERS: dict[str, Make] = {
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the state of an optimizer on an unsharded model, by name."""
     names = parameter_names(model)
     return {names[id(p)]: entry for p, entry in optimizer.state.items()}
 
 
 def same_state(found: Mapping[str, Any], expected: Mapping[str, Any], *, exact: bool = True) -> None:
-    """Check that all entries are equal and plain."""
     assert set(found) == set(expected)
     for name, entry in expected.items():
         assert list(found[name]) == list(entry)
@@ -145,7 +143,6 @@ def test_optimizers_resume_on_other_meshes_with_empty_shards(shape: tuple[int, .
 
 
 def everything_else() -> list[str]:
-    """Check features that need only one model on two ranks."""
     model = shard(build())
     optimizer = adamw(groups_of(model))
     train(model, optimizer)
@@ -238,7 +235,6 @@ def saved_to_disk(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]
 
 
 def hooked(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> str:
-    """Check that optimizer hooks run on save and load, and that existing memory is filled and not replaced."""
     seen: list[str] = []
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 5})
     optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(f"in {state['extra']}"))
@@ -352,7 +348,6 @@ def test_state_of_offloaded_parameters() -> None:
 @pytest.mark.behaviour("F-09")
 @on_ranks(2)
 def test_plain_shards_of_an_optimizer_have_the_local_form_only(tmp_path: Path) -> None:
-    """An optimizer that keeps plain local tensors resumes from the local form; all others are refused by name."""
     model = shard(build())
     optimizer = LocalMomentum(model.parameters())
     train(model, optimizer)
@@ -397,8 +392,6 @@ def test_plain_state_that_differs_is_refused(tmp_path: Path) -> None:
 
 
 class Values(Optimizer):
-    """Keeps ``value`` in the state of each parameter, or beside them."""
-
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {"lr": 0.1})
 

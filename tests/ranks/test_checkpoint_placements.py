@@ -69,8 +69,6 @@ def test_uneven_tensor_parallel_shards_in_every_form() -> None:
 
 
 class ExpertOnEachRank(nn.Module):
-    """A layer that all ranks have, and an expert that differs between adjacent ranks."""
-
     def __init__(self, index: int) -> None:
         super().__init__()
         self.dense = nn.Linear(3, 3)

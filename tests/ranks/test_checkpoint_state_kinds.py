@@ -74,7 +74,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> No
 
 
 def described(tree: Any) -> Any:
-    """Return kinds and full values."""
     if isinstance(tree, dict):
         return {key: described(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple, deque)):

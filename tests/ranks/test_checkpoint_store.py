@@ -48,7 +48,6 @@ def refused(action: Any) -> str:
 
 @contextmanager
 def small_disk(limit: int) -> Iterator[None]:
-    """Limit the size of files in this process."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -109,7 +108,6 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.behaviour("F-12", "H-05")
 @on_ranks(2)
 def test_all_ranks_fall_back_to_the_same_checkpoint(tmp_path: Path) -> None:
-    """Damage files of both ranks. All ranks load the same checkpoint."""
     rank, build = dist.get_rank(), WORLDS["2, on dim 1"][1]
     model = build()
     optimizer = adamw(model)
@@ -302,8 +300,6 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 
 class Noisy(nn.Module):
-    """Dropout, so that random numbers matter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(5, 27), nn.Linear(27, 9)])

@@ -58,8 +58,6 @@ def gradients(model: Any) -> list[torch.Tensor]:
 
 
 class FailsOnce:
-    """An exact codec whose first call of one method fails."""
-
     def __init__(self, fails_in: str) -> None:
         self._fails_in: str | None = fails_in
 
@@ -109,8 +107,6 @@ def test_training_continues_after_an_exception_in_a_codec(leg: str) -> None:
 
 
 class OneBuffer:
-    """A reduce-scatter whose messages all share one memory."""
-
     def __init__(self) -> None:
         self.memory = torch.empty(1 << 14, dtype=torch.uint8)
 
@@ -268,8 +264,6 @@ def test_the_report_counts_what_hooks_send_from_a_smaller_mesh_and_gathers_that_
 
 
 class Rooted(nn.Module):
-    """A module whose submodules have the names that the library uses for unnamed modules."""
-
     def __init__(self) -> None:
         super().__init__()
         self.root, self.head = nn.Linear(6, 6), nn.Linear(6, 5)

@@ -38,7 +38,6 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def summed_gradients(task_name: str) -> dict[str, torch.Tensor]:
-    """Return the gradients of all ranks' first batches on the unsharded model."""
     task = TASKS[task_name]
     model = task.build()
     for rank in range(dist.get_world_size()):
@@ -380,7 +379,6 @@ class Uneven(nn.Module):
 
 
 def hooked(library: Any, module: nn.Module, *, sum_only: bool, dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
-    """Return the arguments of the hook, and the gradients."""
     seen: list[torch.Tensor] = []
     model = library.fully_shard(module, mp_policy=library.MixedPrecisionPolicy(reduce_dtype=dtype))
     model.set_all_reduce_hook(lambda output: seen.append(output.clone()))

@@ -33,8 +33,6 @@ class Gate(nn.Module):
 
 
 class Gates(nn.Module):
-    """A minimal model of blocks for compiled graphs and kernels."""
-
     def __init__(self, depth: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Gate() for _ in range(depth)])
@@ -165,7 +163,6 @@ def plain(name: str) -> str:
 
 
 def check_graphs(what: str) -> None:
-    """Check that graphs were compiled, and that none has a collective or code of the library."""
     graphs = [module for graph in GRAPHS for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
     assert any("linear" in target for target in targets), f"{what}: {targets}"

@@ -38,7 +38,6 @@ def test_cpu_offload_on_a_cpu_mesh_changes_nothing() -> None:
 
 
 def offloaded(model: nn.Module) -> set[str]:
-    """Return the names of offloaded parameters, with their module's name."""
     found = {(name, attribute) for name, module in model.named_modules() for attribute in module._parameters}
     groups = {state_of(module).group for module in model.modules() if hasattr(module, "unshard")}
     places = {

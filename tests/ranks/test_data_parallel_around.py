@@ -60,7 +60,6 @@ def replicate_around_a_sharded_part() -> None:
 
 
 def keep_a_state_dict() -> None:
-    """Check that the tensors of a state dict follow training, without another call."""
     for dim in (2, 3):
         model = fully_shard(nn.Linear(dim, dim, bias=False), reshard_after_forward=True)
         optimizer, state = torch.optim.AdamW(model.parameters(), lr=0.1), model.state_dict()

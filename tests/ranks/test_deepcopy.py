@@ -44,8 +44,6 @@ class Recurrent(nn.Module):
 
 
 class Link(nn.Linear):
-    """A layer that also uses the weight of another one."""
-
     def __init__(self, owner: Link | None) -> None:
         super().__init__(4, 4)
         self.shared = None if owner is None else owner.weight
@@ -55,8 +53,6 @@ class Link(nn.Linear):
 
 
 class Wrapper(nn.Module):
-    """A module that is not sharded itself."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -67,7 +63,6 @@ class Wrapper(nn.Module):
 
 
 def copy_and_train_both(reshard_after_forward: bool | int | None) -> None:
-    """Check that a copy trains like the original, independently of it."""
     for task, build in (("tied", TASKS["tied"].build), ("mlp", TASKS["mlp"].build), ("chain", seeded(Recurrent))):
         model = shard_layers(build(), fully_shard, reshard_after_forward=reshard_after_forward)
         trained(model, task)  # a copy of a model that has run already
@@ -86,7 +81,6 @@ def copy_and_train_both(reshard_after_forward: bool | int | None) -> None:
 
 
 def average_weights() -> None:
-    """Check that torch's exponential moving average in a copy equals the unsharded one."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def with_average(model: nn.Module, ranks: Any, divide: int) -> tuple[Run, torch.Tensor]:
@@ -291,7 +285,6 @@ def test_registered_methods_of_a_copy_are_its_own() -> None:
 @pytest.mark.behaviour("C-03")
 @on_ranks(1, 2)
 def test_an_unreferenced_model_is_freed() -> None:
-    """Check that an unreferenced sharded model is freed, trained or not."""
     for steps in (0, 1):
         model = shard_layers(TASKS["mlp"].build(), fully_shard)
         for step in range(steps):

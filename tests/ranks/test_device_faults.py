@@ -128,7 +128,6 @@ def test_training_compares_only_new_operations_and_equals_the_unsharded_model() 
 
 @contextmanager
 def watched_aborts() -> Iterator[list[str]]:
-    """Yield the names of the threads that abort a process group."""
     threads: list[str] = []
     abort = HangingGroup.abort
 

@@ -24,8 +24,6 @@ SECONDS = 5.0
 
 
 class Block(nn.Module):
-    """Two layers, of the same size by default, registered in either order."""
-
     def __init__(self, *, width: int = 8, swapped: bool = False) -> None:
         super().__init__()
         layers = {"up": nn.Linear(8, width), "down": nn.Linear(width, 8)}
@@ -152,7 +150,6 @@ def test_replicas_are_compared_too() -> None:
 
 
 def count_comparisons(model: nn.Sequential) -> list[int]:
-    """Return the number of comparisons in each of three forwards."""
     found = []
     for _ in range(3):
         with counted_collectives() as counts:

@@ -21,8 +21,6 @@ from tests.helpers.training import Play, check_parity, play_task
 
 
 class Direct(Chain):
-    """Calls the ``forward`` of its layers instead of the layers."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer.forward(x))

@@ -82,11 +82,7 @@ def data_rank(mesh: DeviceMesh, data: Sequence[str]) -> int:
 
 
 def check(mesh: DeviceMesh, dims: object, data: Sequence[str], **options: object) -> nn.Module:
-    """Place ``PAIR`` on ``mesh``, shard and train it. ``data`` are the names in ``dims``.
-
-    On three dims all inputs are sharded: DTensor takes a tenth of a second there for an operation on new placements.
-    The comparison with DDP and FSDP2 has both kinds of inputs on three dims.
-    """
+    """Place ``PAIR`` on ``mesh``, shard and train it. ``data`` are the names in ``dims``."""
     model, reference = PAIR.build(), PAIR.build()
     place_pair(model, mesh)
     shard_layers(model, fully_shard, mesh=mesh, dp_mesh_dims=dims, **options)
@@ -100,7 +96,6 @@ def check(mesh: DeviceMesh, dims: object, data: Sequence[str], **options: object
 
 
 def placed(model: Any, name: str) -> tuple[tuple[str, ...], tuple[Placement, ...]]:
-    """Return the mesh dims of a parameter with their placements."""
     parameter = model.get_parameter(name)
     return parameter.device_mesh.mesh_dim_names or (), parameter.placements
 
@@ -150,7 +145,6 @@ and DTensor's caches replace a mesh by an equal one.
 @pytest.mark.behaviour("C-16", "J-02")
 @on_ranks(4, timeout=SECONDS)
 def test_gradients_equal_those_of_ddp_and_fsdp2_for_sharded_and_replicated_inputs() -> None:
-    """Compare ours, FSDP2's and the plain model's gradients for sharded and replicated inputs."""
     for sizes, names in PEER_MESHES:
         mesh, data = named_mesh(**sizes), [name for name in sizes if name != "tp"]
         rank, size, run = data_rank(mesh, data), prod(mesh[name].size() for name in data), play_on(mesh, data)
@@ -216,7 +210,6 @@ def place_replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def gradient_of(model: Any, name: str) -> torch.Tensor:
-    """Return the full gradient. Collective."""
     gradient = model.get_parameter(name).grad
     return gradient.full_tensor()
 

@@ -68,7 +68,6 @@ def train_linears(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, tor
 
 
 def change_shards(model: nn.Module, factor: float) -> None:
-    """Change shards on rank 0, while the other ranks wait."""
     if dist.get_rank() == 0:
         for parameter in model.parameters():
             parameter.mul_(factor)
@@ -130,7 +129,6 @@ def infer_after_pass(model: Any, mode: str, previous_pass: str) -> None:
 
 
 def go_on_unequally(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Run unequal forwards with parameters that are gathered in each of them."""
     if dist.get_rank() == 0:
         train_linears(model, optimizer)
     with torch.no_grad():

@@ -62,7 +62,6 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
 
 
 def make(layout: str) -> tuple[nn.Module, Optimizer, range]:
-    """Return the sharded model, its optimizer and the numbers of this rank's batches."""
     meshes = LAYOUTS[layout][1]()
     model = example.shard(example.build(), meshes)
     each = example.BATCHES // meshes.fsdp.size()
@@ -77,7 +76,6 @@ def values(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
 
 
 def step(model: nn.Module, optimizer: Optimizer, number: int, numbers: range) -> dict[str, torch.Tensor]:
-    """Train one step without clipping, and return the gradients."""
     optimizer.zero_grad()
     example.mean_loss(model, number, numbers).backward()
     optimizer.step()
@@ -119,7 +117,6 @@ def load_and_train(layout: str, folder: Path) -> tuple[dict[str, torch.Tensor], 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, torch.Tensor]:
-    """The values of one unsharded process after five steps."""
     plain = example.build()
     optimizer = example.make_optimizer(plain)
     for number in range(5):

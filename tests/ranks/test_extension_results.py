@@ -25,8 +25,6 @@ from tests.helpers.run_ranks import on_ranks
 
 
 class WithHooks(torch.Tensor):
-    """A plain tensor with hooks. Its operations preserve its class."""
-
     fsdp_pre_all_gather: Any
     fsdp_post_all_gather: Any
 
@@ -58,8 +56,6 @@ class PadsRows(WithHooks):
 
 
 class PadsFurther(PadsRows):
-    """Returns the gathered padded rows and four more rows."""
-
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
         padded = torch.cat([outputs[0], outputs[0].new_zeros(4, *outputs[0].shape[1:])]).to(dtype)
         if out is None:
@@ -69,8 +65,6 @@ class PadsFurther(PadsRows):
 
 
 class ReturnsFlat(PadsRows):
-    """Returns the gathered values as one flat tensor."""
-
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
         flat = outputs[0].view(-1).to(dtype)
         if out is None:
@@ -254,8 +248,6 @@ class Fills(WithHooks):
 
 
 class FillsOne(Pair):
-    """Fills only one of its two tensors."""
-
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
         if out is not None:
             out.left.copy_(outputs[0])
@@ -267,7 +259,6 @@ class FillsOne(Pair):
 @pytest.mark.behaviour("E-03", "H-02")
 @on_ranks(2)
 def test_a_hook_that_does_not_fill_its_tensor_again_is_an_error() -> None:
-    """Check that every way to fill ``out`` is accepted, and that a hook that does not fill it raises an error."""
     marked = torch.full((9, 3), 0xA5A5A5A5, dtype=torch.uint32).view(torch.float32)  # marks unfilled memory
     fills = ("copies", "copies by data, returns another", "returns views", "keeps")
     for later in (*fills, "returns nothing", "returns another", "forgets, returns another"):
@@ -300,8 +291,6 @@ def test_a_hook_that_does_not_fill_its_tensor_again_is_an_error() -> None:
 
 
 class Largest(WithHooks):
-    """Scales by the maximum over all ranks. An empty shard has no maximum."""
-
     fails = False
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
@@ -523,8 +512,6 @@ def test_lost_hooks_give_a_warning() -> None:
 
 
 class SendsGradients(torch.Tensor):
-    """A plain tensor with a reduce-scatter hook, without ``__torch_dispatch__``."""
-
     def fsdp_pre_reduce_scatter(self, mesh: Any, pieces: torch.Tensor) -> Any: ...
 
 

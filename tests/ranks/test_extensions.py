@@ -83,7 +83,6 @@ def test_a_two_tensor_subclass_trains_with_parity(world_size: int) -> None:
 @pytest.mark.behaviour("E-01", "E-03")
 @on_ranks(2)
 def test_kept_parameters_are_gathered_again_after_a_step() -> None:
-    """Check that a step makes full tensors stale that were kept unsharded since an evaluation."""
     rank = dist.get_rank()
     for foreach in (False, None):
         model: Any = fully_shard(with_weights(build(7), Pair), reshard_after_forward=False)
@@ -156,7 +155,6 @@ def test_hooks_on_local_tensors_quantize_uneven_rows_and_scales(world_size: int)
 @pytest.mark.behaviour("E-07")
 @on_ranks(2)
 def test_all_packed_tensors_of_a_group_share_one_message() -> None:
-    """Check that plain fp32, plain bf16 and extended parameters of one group share one message."""
     model: Any = with_weights(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8, dtype=torch.bfloat16)), Pair)
     fully_shard(model)
     group = state_of(model).group
@@ -179,8 +177,6 @@ asked: list[tuple[DeviceMesh, tuple[int, ...], tuple[int, ...]]] = []
 
 
 class Watched(Pair):
-    """Records the arguments of its first hook."""
-
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> Any:
@@ -194,7 +190,6 @@ def parallel_weights(model: nn.Module) -> dict[str, DTensor]:
 
 
 def make_pairs(model: nn.Module) -> None:
-    """Replace the local tensors of tensor-parallel matrices by sums of two halves."""
     for name, weight in parallel_weights(model).items():
         half = weight.to_local().detach() / 2
         local: Any = Watched(half, half.clone())
@@ -310,10 +305,7 @@ def test_saved_local_tensors_are_refilled_with_tensor_parallelism() -> None:
 @pytest.mark.behaviour("A-06", "E-08")
 @on_ranks(4)
 def test_codecs_beside_tensor_parallelism() -> None:
-    """Check that each tensor-parallel rank encodes its own part and that replicated parameters stay equal.
-
-    An encoded block must not contain values of both kinds.
-    """
+    """Check that each tensor-parallel rank encodes its own part and that replicated parameters stay equal."""
     mesh = named_mesh(dp=2, tp=2)
     for reshard in (True, False):
         model, reference = PAIRS.build(), PAIRS.build()
@@ -342,7 +334,6 @@ def test_codecs_beside_tensor_parallelism() -> None:
 
 
 def assert_alike(local: Any, mesh: DeviceMesh, name: str) -> None:
-    """Assert that every rank of ``mesh`` has the same values."""
     for axis in mesh.mesh_dim_names or ():
         copies = [torch.empty_like(local) for _ in range(mesh[axis].size())]
         dist.all_gather(copies, local.detach().contiguous(), group=mesh.get_group(axis))
@@ -350,8 +341,6 @@ def assert_alike(local: Any, mesh: DeviceMesh, name: str) -> None:
 
 
 class Padded(Pair):
-    """Requests a shard padded to the length of the first rank's shard."""
-
     fsdp_pads_shards = True
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]

@@ -132,7 +132,6 @@ def test_a_rank_with_another_operation_is_named(fault: str, transport: str) -> N
 
 
 def error_of_save(folder: str) -> RaisedError:
-    """Save a checkpoint while the disk of the last rank becomes full."""
     model = build()
     step(model)
     return error_of(lambda: save_on_full_disk(folder, model))
@@ -150,8 +149,6 @@ def test_all_ranks_name_the_rank_and_the_file_for_which_there_is_no_space(tmp_pa
 
 
 class Programs:
-    """Two ranks that run without a launcher."""
-
     def __init__(self, fault: str, folder: Path, environment: Environment) -> None:
         self.folder = folder
         self.outputs = [folder / f"output {rank}" for rank in range(2)]

@@ -86,7 +86,6 @@ def test_a_difference_in_order_names_what_each_rank_is_about_to_gather() -> None
 
 
 def count_comparisons(model: nn.Module, play: Callable[[int], None], steps: int) -> list[int]:
-    """Return the number of comparisons between ranks in each step."""
     optimizer, group = sgd(model), dist.group.WORLD
     assert group is not None
     counts: list[int] = []
@@ -133,7 +132,6 @@ def test_ranks_compare_only_new_sequences(ranks: int) -> None:
 @pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 @on_ranks(2, 4, environment="transport")
 def test_an_order_that_changes_on_all_ranks_is_warned_of_once() -> None:
-    """Change the order on all ranks alike: training continues and each rank warns once."""
     model = build()
     optimizer = sgd(model)
     step(model, optimizer)

@@ -112,7 +112,6 @@ def test_a_model_frozen_in_its_first_forward_can_be_unfrozen_and_frozen_again(pr
 @pytest.mark.behaviour("C-05")
 @on_ranks(2)
 def test_frozen_groups_that_are_kept_are_gathered_once_and_after_changes() -> None:
-    """Change kept frozen parameters in place before the third step and check that the unsharded copy follows."""
     task, gathered = TASKS["transformer"], []
     at_rest: dict[nn.Module, list[nn.Parameter]] = {}
     build = partial(frozen_transformer, "layers.0.", "layers.1.")
@@ -140,8 +139,6 @@ def test_frozen_groups_that_are_kept_are_gathered_once_and_after_changes() -> No
 
 
 class Layered(nn.Module):
-    """One group of two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
@@ -190,10 +187,7 @@ def test_parameters_can_be_frozen_while_gradients_are_in_flight(summed: str, loo
 
 
 def freeze_between(flips: bool, *, reshard: bool | int) -> None:
-    """Check, as in torch, that backward skips parameters frozen since forward.
-
-    Parameters that are unfrozen after forward get no gradient either.
-    """
+    """Check, as in torch, that backward skips parameters frozen since forward."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = seeded(Layered)(), seeded(Layered)()
     for layer in (*model.children(), model):

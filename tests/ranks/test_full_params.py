@@ -335,7 +335,6 @@ def test_invalid_uses_of_unsharded_params_are_errors() -> None:
 
 
 def unshard_on_two_meshes() -> str:
-    """Unshard two modules on two meshes. Neither mesh has all the ranks of the other."""
     rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first, second = model
@@ -360,7 +359,6 @@ def test_modules_on_different_meshes() -> None:
 @pytest.mark.behaviour("C-14")
 @on_ranks(4)
 def test_local_shards_equal_those_of_torch_for_every_placement() -> None:
-    """Check for many placements that full tensors are sharded as torch shards them."""
     grid, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     cube = init_device_mesh("cpu", (1, 2, 2))
     strided = _StridedShard(0, split_factor=2)

@@ -35,8 +35,6 @@ class Negated(nn.Module):
 
 
 class Net(nn.Module):
-    """Has tied weights, a parametrized weight, and a parameter of the root."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
@@ -210,8 +208,6 @@ def test_functional_call_computes_with_the_given_values(groups: str, reshard: bo
 
 
 class CallsWithValues(nn.Module):
-    """Calls ``last`` with ``values``, if it has any, after it may have called it without."""
-
     def __init__(self, *, twice: bool) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

@@ -122,8 +122,6 @@ def test_a_setting_of_one_group_applies_to_that_group_only(
 
 
 class Gated(nn.Module):
-    """Runs all layers. The output of a layer that is not in ``used`` has no gradient."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):

@@ -27,7 +27,6 @@ Where = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 
 def make_values(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Return the same random tensors on every rank."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
@@ -233,7 +232,6 @@ def test_one_collective_per_mesh_axis_however_many_tensors() -> None:
 @pytest.mark.behaviour("C-11")
 @on_ranks(2)
 def test_a_model_that_shows_unsharded_parameters_is_clipped() -> None:
-    """Clip the gradients of a model whose parameters stay unsharded after backward."""
     task = TASKS["mlp"]
     model = shard_layers(task.build(), fully_shard)
     for module in model.modules():

@@ -76,7 +76,6 @@ def split_into_rows(gradient: torch.Tensor, num_shards: int, dim: int) -> torch.
 
 
 def sum_encoded(codec: GradientCodec, per_rank: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Encode each rank's gradient separately and return the fp32 mean, summed in rank order."""
     num_shards = len(per_rank)
     all_rows = [split_into_rows(gradient, num_shards, dim) for gradient in per_rank]
     if isinstance(codec, Float8):
@@ -178,8 +177,6 @@ def test_each_axis_of_a_hybrid_mesh_has_a_codec_of_its_own_and_replicas_stay_equ
 
 
 class Sometimes(nn.Module):
-    """Uses its second parameter in some calls only, and its third one never."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -255,10 +252,7 @@ OVER_SHARDS = {
 
 
 def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) -> None:
-    """Compare the bytes sent with the report.
-
-    ``slack`` is the maximum number of bytes that groups save by sharing a message. With 0, plain groups are not fused.
-    """
+    """Compare the bytes sent with the report."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (replicate, world_size // replicate))
     torch.manual_seed(0)
@@ -382,10 +376,7 @@ def test_residuals_are_saved_with_checkpoints_and_resume(world_size: int, tmp_pa
 
 
 def save_within_a_step(custom: bool) -> None:
-    """Save between microbatches and after the update.
-
-    ``custom`` replaces torch's optimizer by an update that does not increment version counters.
-    """
+    """Save between microbatches and after the update."""
     model = sharded(build(), CommunicationPolicy(reduce_scatter=ErrorFeedback(Int4()), min_numel=100))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []

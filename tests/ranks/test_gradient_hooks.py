@@ -234,10 +234,7 @@ def play_wide(model: nn.Module, microbatch: int, schedule: str) -> None:
 
 
 def keep_wide_gradients() -> None:
-    """Check that fp32 gradients of bf16 computation are kept, if the policy or the parameter allows them.
-
-    Sums of two ranks are exact in fp32.
-    """
+    """Check that fp32 gradients of bf16 computation are kept, if the policy or the parameter allows them."""
     assert not torch.equal(wide_gradient(0, 0), wide_gradient(0, 0).bfloat16().float())
     for dtype, grad_dtype, schedule, mesh_shape in itertools.product(
         (BF16, torch.float32), (torch.float32, None), ("each", "no_sync", "checkpoint"), ((2,), (2, 1))
@@ -270,8 +267,6 @@ def keep_wide_gradients() -> None:
 
 
 class Chosen(nn.Module):
-    """Sums the outputs of the layers that each rank names."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = Wide(BF16, takes_any=True), Wide(BF16, takes_any=True)
@@ -394,7 +389,6 @@ def test_an_optimizer_built_before_sharding_is_refused_by_name_at_its_step() -> 
 @pytest.mark.behaviour("C-12", "C-08")
 @on_ranks(2)
 def test_a_step_inside_backward_makes_kept_parameters_stale() -> None:
-    """Check that a step in backward makes parameters stale that are kept unsharded after backward."""
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, reshard_after_forward=False)
     model.set_reshard_after_backward(False)

@@ -117,7 +117,6 @@ def test_meta_tensors_cannot_be_synchronised_and_are_named() -> None:
 @pytest.mark.behaviour("A-11")
 @on_ranks(2)
 def test_ignored_modules_are_neither_sharded_nor_reduced() -> None:
-    """Check that ignored modules train as plain ones, separately on each rank."""
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3))
     plain = model[1]
@@ -248,7 +247,6 @@ def test_values_by_seed_of_a_tensor_parallel_model_are_those_of_the_unsharded_on
 
 @torch.no_grad()
 def draw(model: nn.Module) -> None:
-    """Run random operations of every kind on parameters."""
     for parameter in model.parameters():
         nn.init.trunc_normal_(parameter)
         nn.init.trunc_normal_(parameter, mean=0.5, std=3.0)  # uses another algorithm

@@ -35,13 +35,11 @@ from tests.helpers.run_ranks import run_ranks
 
 
 def exact(name: str) -> list[Cell]:
-    """Return exchanges without a note."""
     form = NESTED if name == "SOAP" else FLATTENED
     return [(name, way, form) for way in (Way("save", OURS, FSDP2), Way("load", FSDP2, OURS), Way("dict", FSDP2, OURS))]
 
 
 def exchange(mesh: str, cells: list[Cell], folder: Path) -> list[list[str]]:
-    """Return the texts of the notes of each exchange."""
     return [[note.text for note in notes] for notes in outcomes(mesh, cells, folder)]
 
 

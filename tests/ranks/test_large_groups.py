@@ -31,8 +31,6 @@ def check_gradients(model: Any, reference: Any, size: int) -> None:
 
 
 class Detour(nn.Module):
-    """Two consecutive towers. The output of the second one is optional."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))  # so that the towers' inputs have gradients
@@ -69,10 +67,7 @@ def test_a_backward_skipped_on_one_rank_leaves_no_state() -> None:
 
 
 def sum_bf16_gradients_in_fp32(microbatches: int) -> None:
-    """Check that bf16 gradients are sent in bf16 and summed in fp32 in rank order.
-
-    Accumulated gradients are sent in fp32.
-    """
+    """Check that bf16 gradients are sent in bf16 and summed in fp32 in rank order."""
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     rank, size = dist.get_rank(), dist.get_world_size()
     model: Any = Tower()
@@ -117,8 +112,6 @@ def test_16_bit_gradients_are_sent_uncast_and_summed_in_fp32(world_size: int, tr
 
 
 class TwoHeads(nn.Module):
-    """Sharded layers in a root that owns two large heads. Each forward uses one head."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):

@@ -82,8 +82,6 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 class Boundary(torch.autograd.Function):
-    """An identity that calls a function when backward reaches it."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, reached: Callable[[], object]) -> torch.Tensor:
         ctx.reached = reached
@@ -114,7 +112,6 @@ class Measured(nn.Module):
 
 
 def measure_a_steady_step() -> tuple[Way, Way]:
-    """Measure the forward and the backward of the middle group."""
     torch.manual_seed(0)
     layers = [Measured(nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)]
     model = nn.Sequential(*layers)

@@ -60,8 +60,6 @@ NOT_ON_DTENSORS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 class Mixed(nn.Module):
-    """Has uneven layers, a parameter of one element, and shared, frozen and unused parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 3)])
@@ -80,7 +78,6 @@ build = seeded(Mixed)
 
 
 def backward(model: nn.Module, step: int = 0) -> torch.Tensor:
-    """Run forward and backward on a batch of this step and this rank."""
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
     dtype = next(model.parameters()).dtype
     loss: torch.Tensor = model(torch.randn(4, 5, generator=generator).to(dtype)).square().mean()
@@ -93,7 +90,6 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_tensor(ours: Any, expected: Any, what: str) -> None:
-    """Assert that both are bitwise equal and sharded the same way."""
     assert type(ours) is type(expected), what
     if isinstance(expected, DTensor):
         assert (ours.shape, ours.stride()) == (expected.shape, expected.stride()), what
@@ -217,10 +213,7 @@ def test_shards_of_tensor_parallel_parameters(options: dict[str, Any], asked: bo
 
 @on_ranks(2)
 def test_plain_and_unusual_parameters_are_updated_as_before() -> None:
-    """Step one group of unusual tensors.
-
-    It has a 0-d tensor, a plain tensor, a gradient with other placements, and a gradient of another dtype.
-    """
+    """Step one group of unusual tensors."""
     mesh = init_device_mesh("cpu", (2,))
 
     def make() -> list[nn.Parameter]:
@@ -251,7 +244,6 @@ def test_plain_and_unusual_parameters_are_updated_as_before() -> None:
 @ASKED
 @on_ranks(2)
 def test_schedulers_hooks_closures_and_groups_work_unchanged(asked: bool) -> None:
-    """Check that a scheduler, hooks, closures, accumulation and a group added later behave the same."""
     models, optimizers = pair(adamw, asked)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
     seen: list[list[object]] = [[], []]
@@ -356,7 +348,6 @@ def test_state_is_saved_and_loaded_as_dtensors(full: bool, asked: bool) -> None:
 @ASKED
 @on_ranks(2)
 def test_a_local_optimizer_follows_replaced_memory(asked: bool) -> None:
-    """Check that the optimizer updates shards that ``assign`` or ``to_empty`` have replaced."""
     models, optimizers = pair(adamw, asked)
     for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):

@@ -145,8 +145,6 @@ def test_reshard_after_forward_can_be_changed_between_iterations() -> None:
 
 
 class ByHand:
-    """An optimizer that is no subclass of torch's ``Optimizer``."""
-
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
 
@@ -325,8 +323,6 @@ def test_an_embedding_is_not_gathered_in_backward() -> None:
 
 
 class Autoencoder(nn.Module):
-    """Has several methods that run its parts. ``forward`` is only one of them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Chain(6, 2), Chain(6, 2)])
@@ -344,8 +340,6 @@ class Autoencoder(nn.Module):
 
 
 class Nesting(Autoencoder):
-    """Its forward calls its own registered methods and uses parameters after them."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.decode(self.encode(x))["x"] + self.decode_bias
 

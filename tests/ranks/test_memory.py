@@ -25,7 +25,6 @@ def states_of(model: nn.Module) -> list[FSDPState]:
 
 
 def unsharded_bytes(state: FSDPState) -> int:
-    """Return the number of bytes in the storages of the group's unsharded parameters."""
     storages = {s._cdata: s.nbytes() for p in state.group.parameters for s in [p.unsharded.untyped_storage()]}
     return sum(storages.values())
 
@@ -64,7 +63,6 @@ def watch_training_steps(reshard_after_forward: bool | int | None) -> None:
 
 
 def check_gradients(model: Any) -> None:
-    """Check that gradients are DTensors, placed like the parameters, and no larger than their shards."""
     for parameter in model.parameters():
         gradient = parameter.grad
         assert (gradient.placements, gradient.device_mesh) == (parameter.placements, parameter.device_mesh)
@@ -134,8 +132,6 @@ def test_the_ledger_of_the_trace_equals_the_storage_bytes(
 
 
 class KeepsWeight(nn.Module):
-    """Keeps a reference to its parameter, which is unsharded while the module runs."""
-
     kept: torch.Tensor
 
     def __init__(self) -> None:
@@ -168,10 +164,7 @@ def read_a_kept_reference(how: str) -> None:
 
 @pytest.mark.behaviour("C-03")
 def test_reading_a_kept_reference_to_an_unsharded_parameter() -> None:
-    """Check the behaviour that docs/how-to/schedule.md states.
-
-    A read of freed memory raises or ends the process. It never returns another tensor's values.
-    """
+    """Check the behaviour that docs/how-to/schedule.md states."""
     run_ranks(read_a_kept_reference, 2, "it is there")
     for environment in (COPIES, SOCKETS):
         run_ranks(read_a_kept_reference, 2, "torch raises", environment=environment)

@@ -109,10 +109,7 @@ def test_a_2d_slice_of_a_larger_mesh_averages_over_its_ranks_only() -> None:
 @pytest.mark.behaviour("A-07")
 @on_ranks(4)
 def test_a_mesh_in_another_order_than_the_ranks_trains_with_parity() -> None:
-    """Check that the mesh, not the global rank, determines shards.
-
-    Ranks 0 and 2 form one shard group, ranks 1 and 3 the other.
-    """
+    """Check that the mesh, not the global rank, determines shards."""
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
     model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
     values = values_of(model)
@@ -147,7 +144,6 @@ def test_a_rank_outside_of_the_mesh_gets_an_error_and_the_others_train() -> None
 @pytest.mark.behaviour("A-07")
 @on_ranks(4)
 def test_groups_of_one_model_may_be_on_different_meshes() -> None:
-    """Shard a child on a smaller mesh than its parent's: each group averages over its own mesh."""
     rank = dist.get_rank()
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))

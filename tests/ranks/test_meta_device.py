@@ -71,7 +71,6 @@ def test_assigning_a_sharded_state_dict_trains_with_parity(task: str, shape: tup
 @pytest.mark.behaviour("A-12")
 @on_ranks(2)
 def test_assigning_between_steps_trains_with_parity() -> None:
-    """Assign values to a model that has already run and is unsharded."""
     task = TASKS["mlp"]
     mesh = init_device_mesh("cpu", (2,))
     source = shard_layers(task.build(), fully_shard, mesh=mesh)

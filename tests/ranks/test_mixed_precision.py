@@ -38,8 +38,6 @@ POLICIES: tuple[dict[str, Any], ...] = (
 
 
 class CastingLayer(nn.Module):
-    """Casts its input to the dtype of its weight, and records both dtypes."""
-
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs)
@@ -51,8 +49,6 @@ class CastingLayer(nn.Module):
 
 
 class Casting(nn.Module):
-    """Has several kinds of inputs, a buffer, and an integer parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([CastingLayer(9, 7), CastingLayer(7, 5)])
@@ -170,11 +166,7 @@ def test_dtypes_are_as_asked_for_and_the_reduction_is_exact() -> None:
 @pytest.mark.parametrize("reshard_after_forward", [True, None])
 @on_ranks(2)
 def test_training_in_mixed_precision_is_bitwise_that_of_torch(reshard_after_forward: bool | None) -> None:
-    """Compare five steps under each policy with torch's FSDP2, bitwise.
-
-    Left out are the two gradients of a tied weight where FSDP2 from torch 2.15 on rounds each of them before the sum,
-    and ours the sum (``three_uses_of_a_weight`` in the comparison).
-    """
+    """Compare five steps under each policy with torch's FSDP2, bitwise."""
     rank = dist.get_rank()
     policies: tuple[dict[str, Any], ...] = (POLICIES[0], POLICIES[1], POLICIES[4])
     for options in policies:
@@ -203,7 +195,6 @@ def test_training_in_mixed_precision_is_bitwise_that_of_torch(reshard_after_forw
 @pytest.mark.behaviour("D-01", "C-07")
 @on_ranks(2)
 def test_gradients_accumulate_unsharded_in_the_reduce_dtype() -> None:
-    """Check that microbatches without communication are summed in ``reduce_dtype``, not in ``param_dtype``."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     task = TASKS["mlp"]
     model = shard_layers(task.build(), fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
@@ -226,8 +217,6 @@ def test_gradients_accumulate_unsharded_in_the_reduce_dtype() -> None:
 
 
 class Normalized(nn.Module):
-    """Linear layers, each followed by a normalization with running statistics."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(
@@ -290,7 +279,6 @@ def normalize(dtype: torch.dtype, wraps_norms: bool) -> None:
 
 
 def normalize_in_16_bits() -> None:
-    """Check that norms with 16-bit statistics, also when cast after ``fully_shard``, get 16-bit parameters."""
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     model: Any = fully_shard(seeded(Normalized)(), mp_policy=policy)
     for block in model.blocks:

@@ -64,8 +64,6 @@ class ModelOutput(OrderedDict):
 
 
 class ReadOnly(Mapping):
-    """A read-only mapping."""
-
     def __init__(self, **values: Any) -> None:
         self._values = values
 
@@ -80,8 +78,6 @@ class ReadOnly(Mapping):
 
 
 class ParamPlace:
-    """A container that its author registered with pytree."""
-
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
         self.a = a
         self.b = b
@@ -109,8 +105,6 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], Callabl
 
 
 class Inner(nn.Module):
-    """Takes a container and returns one of the same kind."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.pack, self.unpack = CONTAINERS[kind]
@@ -124,8 +118,6 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """Has two inner modules. The outputs of the first one are the inputs of the second one."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.before = nn.Linear(WIDTH, WIDTH)
@@ -164,8 +156,6 @@ def test_inputs_and_outputs_in_containers_train() -> None:
 
 
 class Wrapped(nn.Module):
-    """Has a layer with its own group between two others. ``use`` calls the layer and may change its output."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.before = nn.Linear(WIDTH, WIDTH)
@@ -179,8 +169,6 @@ class Wrapped(nn.Module):
 
 
 class Returning(nn.Module):
-    """Computes ``tanh(linear(x))`` and returns it in some way."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -256,8 +244,6 @@ def test_views_partly_used_outputs_and_returned_inputs_train() -> None:
 
 
 class Filling(nn.Module):
-    """Has layers that write their outputs into a tensor of the caller, and return none."""
-
     class Layer(nn.Module):
         def __init__(self, row: int) -> None:
             super().__init__()
@@ -337,8 +323,6 @@ def test_a_module_that_stays_unsharded_can_return_its_own_weight() -> None:
 
 
 class Hiding(nn.Module):
-    """Returns its result inside an object of an unregistered class."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -372,8 +356,6 @@ def test_an_output_in_an_object_that_nobody_registered_is_an_error_and_not_a_wro
 
 
 class Cyclic(nn.Module):
-    """Returns its result in ``holder``, if it is not ``None``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)

@@ -83,8 +83,6 @@ def test_to_dtype_between_steps_keeps_training_with_parity(ranks: int, task: str
 
 
 class Adapted(nn.Module):
-    """Computes with a frozen base, and with adapters once they exist."""
-
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(4, 4).requires_grad_(False)

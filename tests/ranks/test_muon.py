@@ -34,8 +34,6 @@ LR, DECAY = 0.02, 0.1
 
 
 class Mixed(nn.Module):
-    """Has uneven matrices, one with fewer rows than ranks, stacked experts, and frozen and unused parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(11, 3 * 9)
@@ -110,7 +108,6 @@ def backward(model: nn.Module, step: int) -> None:
 
 @contextmanager
 def counted(calls: list[int]) -> Iterator[None]:
-    """Append the bytes of each all-to-all."""
     original = dist.all_to_all_single
 
     def counting(output: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -221,7 +218,6 @@ def test_codecs_and_offload_change_nothing_in_the_step() -> None:
 @pytest.mark.behaviour("C-11")
 @on_ranks(2)
 def test_clipping_schedulers_scalers_and_averages() -> None:
-    """Clip, scale, schedule and average as with any other optimizer."""
     model, reference = build(), Reference(build(), matrices)
     fully_shard(model)
     optimizer = Muon(model.named_parameters(), lr=LR, weight_decay=DECAY, matrices=matrices)

@@ -20,8 +20,6 @@ from tests.helpers.run_ranks import run_ranks
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the memory that operations allocate, and their peak."""
-
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0

@@ -26,7 +26,6 @@ def local_gradient(model: Any, name: str) -> torch.Tensor:
 
 
 def spoil(model: nn.Module, faults: dict[str, tuple[int, ...]], value: float) -> None:
-    """Put ``value`` into the shards of these parameters on these ranks."""
     for name, ranks in faults.items():
         if dist.get_rank() in ranks:
             local_gradient(model, name).view(-1)[-1] = value

@@ -153,7 +153,6 @@ def shards(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kept", [0, 200])
 @on_ranks(2, environment=SOCKETS, timeout=120)
 def test_copies_have_no_races_on_a_device(kept: int) -> None:
-    """Step on a simulated device, which would find an access that its streams do not order."""
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
     models = []
     with simulated_accelerator() as device, host_as_device():

@@ -10,7 +10,6 @@ from tests.helpers.torchrun import torchrun
 
 
 def losses_of(*flags: str) -> dict[tuple[int, int], tuple[int, float]]:
-    """Return the microbatches and the loss by rank and step."""
     # The C library returns memory of this size when it is freed, so that the limit counts what is in use.
     said = torchrun(
         "examples/out_of_memory.py", "--steps", "3", *flags, environment={"MALLOC_MMAP_THRESHOLD_": "65536"}

@@ -22,8 +22,6 @@ from tests.helpers.sharding import assert_exact, full_value
 
 
 class Four(nn.Module):
-    """Has four matrices, of two shapes, and a bias, which Muon gives to AdamW."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, 9, bias=False), nn.Linear(9, 6, bias=False)
@@ -107,7 +105,6 @@ def test_gradients_of_different_parameters_are_an_error_also_with_offloaded_stat
 @pytest.mark.parametrize("name", MAKERS)
 @on_ranks(2)
 def test_a_parameter_without_a_gradient_on_all_ranks_is_left_as_it_is(name: str) -> None:
-    """Drop the gradient of a parameter on all ranks: it is left as it is, without another plan."""
     model, optimizer = trained(name)
     before = values(model)
     model.get_parameter("down.weight").grad = None
@@ -118,8 +115,6 @@ def test_a_parameter_without_a_gradient_on_all_ranks_is_left_as_it_is(name: str)
 
 
 class Failing:
-    """Calls ``function``, but raises in the first call on rank ``rank``."""
-
     def __init__(self, function: Callable[..., Any], rank: int) -> None:
         self.function, self.left = function, int(dist.get_rank() == rank)
 

@@ -26,11 +26,7 @@ from tests.helpers.sharding import assert_exact, full_value
 
 
 class Soap(Optimizer):
-    """A small SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's statistics, which changes every 2 steps.
-
-    Its state has tensors of other shapes in lists, a Python number, and a value that is no tensor at first. Its group
-    counts steps.
-    """
+    """A small SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's statistics, which changes every 2 steps."""
 
     def __init__(self, params: Any, lr: float = 3e-3) -> None:
         super().__init__(params, {"lr": lr, "count": 0})
@@ -74,7 +70,6 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def packaged(name: str, **options: Any) -> Callable[[Any], Optimizer]:
-    """Return a maker of an optimizer of the package ``pytorch_optimizer``."""
     return lambda parameters: getattr(importlib.import_module("pytorch_optimizer"), name)(parameters, **options)
 
 

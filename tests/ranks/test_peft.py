@@ -20,7 +20,6 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 
 
 def adapted() -> Any:
-    """Return a Llama with adapters, with the same values on each call."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(base(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
@@ -44,7 +43,6 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def train(model: Any, batches: list[torch.Tensor]) -> Any:
-    """Train the adapters on the mean of the losses of ``batches``."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     for _ in range(3):
         for tokens in batches:

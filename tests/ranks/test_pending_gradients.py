@@ -32,8 +32,6 @@ OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 
 
 class Pair(nn.Module):
-    """Two layers that share an input."""
-
     def __init__(self, inputs: int = 4, outputs: int = 4) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(inputs, outputs, bias=False), nn.Linear(inputs, outputs, bias=False)
@@ -94,7 +92,6 @@ def accumulate(policy: OffloadPolicy) -> None:
 
 
 def change(policy: OffloadPolicy, reshards: bool) -> None:
-    """Change pending gradients in place, between microbatches."""
     model: Any = fully_shard(
         nn.Linear(2, 4, bias=False), reshard_after_forward=False, mp_policy=BF16, offload_policy=policy
     )
@@ -174,10 +171,7 @@ def divide() -> None:
 
 
 def divide_partial_sums() -> None:
-    """Change the divisor between microbatches that are reduced over the shard axis only: the last one counts for all.
-
-    The sums are over two ranks of one replica, or of one shard in two replicas.
-    """
+    """Change the divisor between microbatches that are reduced over the shard axis only: the last one counts for all."""
     hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for mesh in (None, hybrid):
@@ -285,7 +279,6 @@ def tensor_parallel(policy: OffloadPolicy, shards: int) -> None:
 
 
 def hybrid(policy: OffloadPolicy, cleared: bool | None, dim: int) -> None:
-    """Keep gradients that are reduced over the shard axis only, with and without full ones."""
     width, height = (1, 5) if dim == 0 else (4, 4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = pair(mesh, inputs=width, outputs=height, shard_placement_fn=lambda _: Shard(dim), offload_policy=policy)
@@ -324,7 +317,6 @@ def hybrid(policy: OffloadPolicy, cleared: bool | None, dim: int) -> None:
 
 
 def clear_one_sum(set_to_none: bool) -> None:
-    """Zero the sums over the shard axis of one of two layers of a group."""
     model = pair(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     first, second = model.first.weight, model.second.weight
     model.set_requires_all_reduce(False)
@@ -512,8 +504,6 @@ def finish_at_the_wrong_time() -> list[str]:
 
 
 class Calls(nn.Module):
-    """A layer that calls a function in its forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -556,7 +546,6 @@ def convert() -> str:
 
 
 def convert_with_a_dtype_of_gradients() -> None:
-    """Convert a model whose gradients have a dtype of their own, and train it on, with these gradients."""
     layer = nn.Linear(4, 4, dtype=torch.bfloat16)
     layer.weight.grad_dtype = torch.float32
     model: Any = fully_shard(layer)
@@ -617,8 +606,6 @@ def pass_by(*, finalizes: bool, reshards: bool, retain: bool) -> None:
 
 
 class Dropping(Passing):
-    """Passes its input on, and keeps what its layer returns, whose graph refers to the weights."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.kept = self.layer(x)
         return x * self.scale

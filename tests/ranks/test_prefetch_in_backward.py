@@ -23,7 +23,6 @@ ORDER = (Operation.UNSHARD, Operation.WAIT, Operation.REDUCE, Operation.REDUCED)
 
 
 def towers(number: int = 3, *, ready: bool = True) -> Any:
-    """Return consecutive groups. With ``ready``, one forward has recorded their order."""
     blocks = [Tower() for _ in range(number)]
     model: Any = nn.Sequential(*blocks)
     for block in blocks:

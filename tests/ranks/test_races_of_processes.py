@@ -31,10 +31,7 @@ def test_training_has_no_races_and_the_results_of_the_unsharded_model(name: str)
 
 
 def watch_the_host() -> tuple[list[list[str]], set[str]]:
-    """Train, and return the waits of the host in each step, and the names of threads that touch the device.
-
-    A question if something is done counts as a wait.
-    """
+    """Train, and return the waits of the host in each step, and the names of threads that touch the device."""
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
     waits: list[list[str]] = [[]]
     threads: set[str] = set()

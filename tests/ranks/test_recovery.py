@@ -104,8 +104,6 @@ def fail_and_continue(plan: Plan) -> None:
 @pytest.mark.behaviour("H-01", "H-05", "J-03")
 @pytest.mark.parametrize(("number", "transport"), list(enumerate(TRANSPORTS.values())), ids=TRANSPORTS)
 def test_a_failed_step_leaves_no_state(number: int, transport: Environment) -> None:
-    """Each transport has other plans."""
-
     @seed(number)
     @settings(max_examples=8, database=None, suppress_health_check=list(HealthCheck))
     @given(plans)
@@ -182,10 +180,7 @@ def connected() -> GlooCommunicator:
 
 
 def close_connections_before_raising() -> None:
-    """Check that a connection is marked broken only after it is closed.
-
-    Otherwise a thread that finds it broken would free memory while another thread is still closing it.
-    """
+    """Check that a connection is marked broken only after it is closed."""
     seen: list[str] = []
     close = GlooCommunicator._close
 
@@ -211,10 +206,7 @@ def close_connections_before_raising() -> None:
 
 
 def keep_memory_until_the_connection_is_closed() -> None:
-    """Check that memory lives until the connection is closed.
-
-    Rank 1 never sends, so gloo may write to the memory of rank 0 at any time.
-    """
+    """Check that memory lives until the connection is closed."""
     communicator = connected()
     if dist.get_rank() == 0:
         output, own = torch.zeros(1 << 16), torch.ones(1 << 15)
@@ -230,10 +222,7 @@ def keep_memory_until_the_connection_is_closed() -> None:
 
 
 def keep_unsharded_memory_while_gloo_may_write() -> None:
-    """Check that ``reshard`` after an interrupted wait does not free the storage.
-
-    A resize would free it even while gloo holds tensors of it.
-    """
+    """Check that ``reshard`` after an interrupted wait does not free the storage."""
     model: Any = nn.Linear(512, 1024, bias=False)
     fully_shard(model)
     model(torch.ones(1, 512)).sum().backward()
@@ -445,8 +434,6 @@ def test_a_step_on_some_ranks_only_is_an_error(agree: bool) -> None:
 
 
 class Refused(torch.optim.SGD):
-    """SGD whose step raises if it is told to."""
-
     refuses = False
 
     def step(self, closure: Any = None) -> Any:
@@ -508,7 +495,6 @@ def test_a_pass_after_a_step_that_raised_is_refused(alone: bool, passes: str) ->
 @pytest.mark.behaviour("H-01")
 @on_ranks(2)
 def test_closures_compute_inside_of_a_step() -> None:
-    """Closures of an optimizer run forwards and backwards in its step, which has not failed."""
     model = build(Plan("", 0, 0, 1, False, True, False, False))
     optimizer = torch.optim.LBFGS(list(model.parameters()), lr=0.1, max_iter=3)
 

@@ -64,7 +64,6 @@ def test_doctor_names_hosts_and_the_ranks_that_do_not_come_or_whose_all_reduce_f
 
 
 def run_command(folder: Path, *arguments: str) -> str:
-    """Run the command on two ranks with the variables of torchrun, and return the output of both."""
     script = folder / "command.py"
     script.write_text(f"from composable_fsdp.cli import main\nmain(arguments={list(arguments)!r})\n")
     return run_script_on_ranks(script)

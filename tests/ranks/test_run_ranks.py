@@ -98,7 +98,6 @@ def leave_others_waiting(child_file: str) -> None:
 
 
 def lose_rank_1() -> int:
-    """Lose rank 1 before rank 0 returns, and keep it waiting."""
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -106,7 +105,6 @@ def lose_rank_1() -> int:
 
 
 def ids_in(folder: str) -> None:
-    """Write the ids of the processes of all ranks to files, and let rank 1 fail."""
     Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
     dist.barrier()
     fail_on(1)
@@ -116,7 +114,6 @@ def ids_in(folder: str) -> None:
 
 
 def exists(pid: int) -> bool:
-    """Return whether the process exists, also as a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -230,10 +230,7 @@ def expect_another_order(order: list[events.Event], draws: random.Random) -> lis
 
 
 def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tuple[list[bytes], int]:
-    """Train, and return the bytes of losses, gradients and parameters, and the number of eagerly served runs.
-
-    ``expect`` changes the order that each forward expects, in the same way on all ranks.
-    """
+    """Train, and return the bytes of losses, gradients and parameters, and the number of eagerly served runs."""
     task, rank, draws, eager = TASKS[task_name], dist.get_rank(), random.Random(0), []
     begin, run = Planner.begin_forward, Planner.eager
 

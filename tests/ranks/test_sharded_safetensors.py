@@ -116,7 +116,6 @@ def clear(model: nn.Module) -> None:
 
 
 def spread(model: nn.Module) -> None:
-    """Set values that differ between ranks and from the initial ones, which include zeros and ones."""
     with torch.no_grad():
         for value in model.parameters():
             part = local(value)
@@ -185,7 +184,6 @@ def test_round_trips_are_exact_and_ranks_read_only_their_shards(tmp_path: Path) 
 
 
 def write_with_index(folder: Path, values: dict[str, torch.Tensor], files: int = 3) -> None:
-    """Write several files with an index, like the tools of Hugging Face."""
     folder.mkdir(parents=True)
     names = sorted(values)
     weight_map = {name: f"part{i % files}.safetensors" for i, name in enumerate(names)}

@@ -20,8 +20,6 @@ from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
 
 
 class Odd(nn.Module):
-    """Has non-contiguous, frozen, integer, bool and shared parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.transposed = nn.Parameter(torch.randn(5, 7).t())
@@ -82,8 +80,6 @@ def test_complex_parameters_train_with_parity() -> None:
 
 
 class Rows(nn.Module):
-    """Has parameters of seven rows, one row and no rows, which all get a gradient."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seven = nn.Linear(5, 7)
@@ -119,8 +115,6 @@ def test_few_rows_and_no_rows_train_with_parity(reshard: bool, nested: bool) -> 
 
 
 class NoRows(nn.Module):
-    """Has a group with only empty parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([OnlyEmpty(), nn.Linear(5, 7)])
@@ -241,7 +235,6 @@ def test_other_dims_even_and_uneven_train_with_parity(placement: str, reshard: b
 @pytest.mark.behaviour("A-05")
 @on_ranks(2)
 def test_the_placement_function_sees_every_original_parameter_once() -> None:
-    """Check that the function is called once per parameter, also for shared ones, with the original parameter."""
     model = TASKS["tied"].build()
     originals = {id(p): p for p in model.parameters()}
     asked: list[nn.Parameter] = []

@@ -364,7 +364,6 @@ def test_an_interrupted_wait_can_be_resumed() -> None:
 
 
 def count_open_files() -> tuple[int, int, int]:
-    """Return the number of open files, Unix sockets and mappings, including those of the default process group."""
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     unix = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
     return (

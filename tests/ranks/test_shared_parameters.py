@@ -63,8 +63,6 @@ def tie_when_sharded(model: Any, *, head: bool, **options: Any) -> nn.Module:
 
 
 class Users(nn.Module):
-    """Every layer uses the first one's weight. The fourth one also uses the second one's bias."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
@@ -193,7 +191,6 @@ def test_a_shared_parameter_is_unsharded_with_every_group_that_uses_it() -> None
 
 
 def share_without_shared_from() -> None:
-    """Share a parameter without ``shared_from``: an error at construction, for every order and nesting."""
     model = tied_transformer()
     fully_shard(model.embedding)
     remedies = r"leave out fully_shard on the inner module.*as one list.*shared_from=\[owner\]"
@@ -210,7 +207,6 @@ def share_without_shared_from() -> None:
 
 
 def tie_after_sharding() -> None:
-    """Tie weights after sharding: an error in the next forward or in the next ``fully_shard`` call."""
     model = TASKS["transformer"].build()
     fully_shard(model.embedding)
     fully_shard(model.head)
@@ -237,8 +233,6 @@ def test_sharing_across_groups_is_an_error_with_both_names_and_the_remedies(worl
 
 
 class SharedTwice(nn.Module):
-    """Runs the owner once and the user twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.owner = nn.Linear(8, 8)

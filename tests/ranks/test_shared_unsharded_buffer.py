@@ -94,7 +94,6 @@ PLAYS: tuple[Play, ...] = (train_with_evaluations, accumulate, change_before_bac
 
 
 def losses_and_shards(name: str, reshard: bool | int) -> dict[str, list[torch.Tensor]]:
-    """Return, for each play, the losses and then this rank's shards after some steps."""
     task, found = TASKS[name], dict[str, list[torch.Tensor]]()
     for play in PLAYS:
         model = task.build()
@@ -133,10 +132,7 @@ def test_training_over_shared_memory_is_bitwise_that_over_sockets(
 
 @on_ranks(2)
 def test_no_rank_casts_while_another_still_reads() -> None:
-    """Delay one rank, which still reads its cast parameters while the others gather changed shards.
-
-    Backward continues from the trained layer to the inputs.
-    """
+    """Delay one rank, which still reads its cast parameters while the others gather changed shards."""
     task, rank = TASKS["chain"], dist.get_rank()
     reference = task.build()
     for index in (0, 1, 2):

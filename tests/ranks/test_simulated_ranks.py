@@ -49,7 +49,6 @@ def simulated_mesh(size: int) -> Iterator[DeviceMesh]:
 
 
 def make_originals() -> dict[str, torch.Tensor]:
-    """Return small integers, whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randint(-9, 10, shape, generator=generator).float() for name, (shape, _) in SHAPES.items()}
 

@@ -62,7 +62,6 @@ class Typed(nn.Module):
 
 
 def annotated(full: Full, types: DeviceMesh, kind: Any) -> Any:
-    """Return a typed model with types on the axes of ``types``."""
     model = Typed(full, types.get_group("tp"), kind)
     with spmd.set_current_mesh(types):
         for parameter, on_tp in ((model.before, kind), (model.within, spmd.S(0)), (model.frozen, kind)):
@@ -113,7 +112,6 @@ def train(kind: Any, sizes: tuple[int, ...]) -> None:
 
 
 def check_types(model: Any, types: DeviceMesh, kind: Any) -> None:
-    """Run a forward and a backward while types are checked."""
     dp, tp = (spmd.MeshAxis.of(types.get_group(name)) for name in ("dp", "tp"))
     x, _ = batch(9, types.get_local_rank("dp"))
     with spmd.set_current_mesh(types), typecheck(strict_mode="strict", local=True):
@@ -126,8 +124,6 @@ def check_types(model: Any, types: DeviceMesh, kind: Any) -> None:
 
 
 class Experts(nn.Module):
-    """Expert-parallel rows beside dense ones. Each rank uses its expert only."""
-
     def __init__(self, dense: torch.Tensor, expert: torch.Tensor) -> None:
         super().__init__()
         self.dense, self.expert = nn.Parameter(dense.clone()), nn.Parameter(expert.clone())

@@ -23,7 +23,6 @@ from tests.helpers.transports import COPIES
 
 
 def build(seed: int) -> nn.Sequential:
-    """Return a model whose last layer has rows on the first rank only."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 1))
 
@@ -114,7 +113,6 @@ def test_different_starting_values_are_an_error_unless_overwritten() -> None:
 @pytest.mark.behaviour("J-01", "A-06")
 @on_ranks(4)
 def test_initial_values_are_compared_on_data_parallel_axes_only() -> None:
-    """Check that shards may differ across tensor-parallel ranks but not across data-parallel ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for replica_starts_apart in (False, True):
         torch.manual_seed(mesh.get_local_rank("dp") if replica_starts_apart else 0)

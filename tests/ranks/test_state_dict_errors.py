@@ -101,7 +101,6 @@ def errors_of_optimizers(shape: tuple[int, ...], at: int) -> None:
 
 
 def refused(text: str, call: Callable[[], object]) -> None:
-    """Check that all ranks raise the same error, with ``text`` in it."""
     with pytest.raises(FSDPError) as raised:
         call()
     texts: list[Any] = [None] * dist.get_world_size()

@@ -34,7 +34,6 @@ MEANING = {
 
 
 def clip(model: nn.Module, step: int) -> None:
-    """Clip the gradients by a norm low enough to clip in every step."""
     if isinstance(model, DistributedDataParallel):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     else:

@@ -40,7 +40,6 @@ def streams() -> Iterator[None]:
 
 
 def towers() -> nn.Sequential:
-    """Return three modules to shard."""
     return nn.Sequential(*(Tower() for _ in range(3)))
 
 

@@ -49,7 +49,6 @@ from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, train
 
 
 def sharded_pairs(mesh: DeviceMesh, *data: str, build: Callable[[], nn.Module] = PAIRS.build, **options: object) -> Any:
-    """Return a model of pairs, parallelized on the dim ``tp`` of ``mesh`` and then sharded over ``data``."""
     model = build()
     parallelize_pairs(model, mesh["tp"])
     return shard_layers(model, fully_shard, mesh=mesh[data], **options)
@@ -286,7 +285,6 @@ def test_state_dicts_of_tensor_parallel_models_hold_and_restore_the_trained_valu
 
 
 def check_loaded(model: nn.Module, values: dict[str, torch.Tensor], rank: int) -> None:
-    """Assert that the model holds ``values`` and computes with them."""
     for name, value in values_of(model).items():
         assert_exact(value, values[name], f"loaded {name}")
     plain = PAIRS.build()
@@ -298,7 +296,6 @@ def check_loaded(model: nn.Module, values: dict[str, torch.Tensor], rank: int) -
 @pytest.mark.behaviour("A-06")
 @on_ranks(4)
 def test_meshes_that_share_an_axis_are_refused() -> None:
-    """Check that meshes that share an axis are errors."""
     mesh, other = named_mesh(dp=2, tp=2), named_mesh(dp=2, tp=2)
     for data, tensor in ((mesh["dp"], mesh["dp"]), (mesh["dp"], mesh), (mesh["dp"], other["dp"]), (other, mesh["tp"])):
         model = nn.Linear(3, 4)

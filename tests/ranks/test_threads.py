@@ -69,7 +69,6 @@ def train(model: Any, seed: int, steps: int = 2) -> torch.optim.Optimizer:
 
 
 def use_models(seed: int, mesh: DeviceMesh, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Build, train, copy, save, load and drop models in one thread, and return their values."""
     found = []
     for number in range(MODELS):
         model = build(seed + number, mesh, reshard_after_forward=number == 0)
@@ -98,7 +97,6 @@ def test_eight_threads_train_the_same_models_as_one(alone: None, tmp_path: Path)
 
 
 def train_in_threads(numbers: list[int]) -> None:
-    """Train in two threads of each rank, each over its own process group."""
     meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in numbers]
 
     def run(i: int) -> dict[str, torch.Tensor]:

@@ -19,7 +19,6 @@ from tests.helpers.transports import SOCKETS
 
 
 def record_steps(folder: Path) -> Lanes:
-    """Record three steps."""
     model = build()
     step(model)
     with Recorder() as recorder:
@@ -31,7 +30,6 @@ def record_steps(folder: Path) -> Lanes:
 
 
 def record_a_late_rank() -> Lanes:
-    """Record four steps, before which rank 1 sleeps."""
     model = build()
     step(model)
     with Recorder() as recorder:

@@ -24,8 +24,6 @@ Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], Any]
 
 
 class Mix(nn.Module):
-    """A module of two inputs and two outputs, one of which is a view."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -204,7 +202,6 @@ def new_model() -> nn.Module:
 
 
 def check_same(what: str, actual: Any, expected: torch.Tensor | None) -> None:
-    """Check that both are ``None``, or close once ``actual`` is complete."""
     if actual is None or expected is None:
         assert actual is expected, what
         return

@@ -36,7 +36,6 @@ DEVICE = true_device.DEVICE
 
 
 def train_on_both(mesh: DeviceMesh, what: str, *tasks: str, **options: Any) -> None:
-    """Compare losses, gradients and weights of training on the device with training on CPU, by bits."""
     rank = dist.get_rank()
     on_cpu = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
     for task in tasks:
@@ -58,7 +57,6 @@ def train_on_both(mesh: DeviceMesh, what: str, *tasks: str, **options: Any) -> N
 
 
 def offload_a_part(mesh: DeviceMesh) -> None:
-    """Train with the largest parameters of one group on CPU, on the device, and compare with training on CPU."""
     task, rank, results = TASKS["wide"], dist.get_rank(), []
     for each in (mesh, DeviceMesh("cpu", mesh.mesh)):
         with torch.device("meta"):
@@ -156,7 +154,6 @@ def accumulate_clip_and_save(folder: str) -> None:
 
 
 def initialize_offloaded(mesh: DeviceMesh) -> None:
-    """Initialize offloaded parameters from the meta device and write to them, on both devices, and compare them."""
     results = []
     for each in (mesh, DeviceMesh("cpu", mesh.mesh)):
         with torch.device("meta"):

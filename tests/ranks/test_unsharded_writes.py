@@ -335,8 +335,6 @@ def test_writes_that_cannot_be_kept_are_refused() -> None:
 
 
 class Renormed(nn.Module):
-    """An embedding that shortens rows of its unsharded weight in each forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(6, 4, max_norm=0.5)

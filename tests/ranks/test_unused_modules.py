@@ -36,8 +36,6 @@ class Residual(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Runs a different selection of layers in each call. Layer 1 has nested layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(5, 5)
@@ -220,8 +218,6 @@ def test_unsupported_models_for_unused_modules_are_an_error() -> None:
 
 
 class Partly(nn.Module):
-    """Has two branches. A call may use only one of them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 5)
@@ -261,8 +257,6 @@ def test_ranks_may_use_different_parts_of_checkpointed_layers() -> None:
 
 
 class Skippable(nn.Module):
-    """A module with parameters of its own around two others."""
-
     def __init__(self) -> None:
         super().__init__()
         self.own = nn.Linear(5, 5)
@@ -300,8 +294,6 @@ def test_ranks_with_unused_modules_gather_alike_under_a_memory_bound() -> None:
 
 
 class Unused(nn.Module):
-    """Has a parameter used on request, a parameter that is never used, and a frozen parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.used, self.chosen, self.idle = (nn.Parameter(torch.ones(8, 4)) for _ in range(3))
@@ -313,8 +305,6 @@ class Unused(nn.Module):
 
 
 class Twice(nn.Module):
-    """Has two ``Unused`` modules. A call may skip the second one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = Unused(), Unused()
@@ -333,12 +323,10 @@ def build_twice(shard: Any, *, zeros: bool, **options: Any) -> Any:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Any]:
-    """Return the full gradients. Must be called on all ranks."""
     return {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else None for name, p in model.named_parameters()}
 
 
 def collect_gradients(shard: Any) -> dict[str, dict[str, torch.Tensor | None]]:
-    """Return the gradients in many cases. All ranks do the same."""
     found, x = {}, torch.ones(())
     for zeros in (True, False):
         model = build_twice(shard, zeros=zeros)

@@ -20,8 +20,6 @@ from tests.helpers.training import assert_equal_runs, train
 
 
 class Experts(nn.Module):
-    """Each rank chooses the experts that it uses in one group. No rank uses the last expert."""
-
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(experts)])
@@ -62,7 +60,6 @@ def play(model: Any, step: int, rank: int) -> torch.Tensor:
 
 
 def accumulate(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """Accumulate three microbatches, the first in full gradients and the second in sharded gradients."""
     if not isinstance(model, FSDPModule):
         return torch.stack([play(model, 3 * step + i, rank) for i in range(3)])
     assert isinstance(model, nn.Module)
@@ -81,7 +78,6 @@ def shard(model: Model, mesh_shape: tuple[int, ...], reshard_after_forward: bool
 
 
 def check_that_ranks_agree(model: nn.Module) -> None:
-    """Assert that all ranks have gradients for the same parameters and none for the unused expert."""
     present = [name for name, p in model.named_parameters() if p.grad is not None]
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, present)

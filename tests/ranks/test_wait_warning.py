@@ -126,11 +126,7 @@ LATE_COMPARISON = r"rank 1 has waited \d+\.\d s for rank 0 in a new one [^\n]*\.
 
 
 def compare_while_another_rank_launches(variant: str) -> tuple[float, str, list[str]]:
-    """Wait for a comparison on rank 1, while rank 0 launches an operation without comparing it.
-
-    Returns:
-        the time at which rank 1 raises an error, or at which NCCL ends the process of rank 0; the error; the warnings.
-    """
+    """Wait for a comparison on rank 1, while rank 0 launches an operation without comparing it."""
     with warned(30.0) as records, suppress(ContractViolation), stands_in(variant) as contract, simulated_accelerator():
         group = dist.new_group(backend=contract.backend, timeout=timedelta(seconds=TIMEOUT))
         communicator = communicator_over(group, "cpu")

@@ -34,8 +34,6 @@ class Recomputing(Layers):
 
 
 class FallingBack(Layers):
-    """Uses a fallback because the fast path of the first layer fails."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         try:
             self.layers[0](x.unsqueeze(0)[:, :, :3])
@@ -148,7 +146,6 @@ def test_a_rank_busy_during_a_failure_gets_the_error_later(transport: Environmen
 @pytest.mark.behaviour("H-03")
 @on_ranks(2, environment=SOCKETS)
 def test_roots_that_share_a_backward_count_it_once() -> None:
-    """Check that two roots in one backward do not change each other's state."""
     roots: list[Any] = [nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))]
     for root in roots:
         fully_shard(root)

@@ -243,8 +243,6 @@ def test_casts_ties_the_first_rank_and_the_life_of_a_bucket(case: Callable[[], N
 
 
 class Attention(nn.Module):
-    """Weights that other programs keep together, or apart."""
-
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = nn.Linear(6, 6), nn.Linear(6, 2), nn.Linear(6, 2)
@@ -362,7 +360,6 @@ class Stop(Exception):
 
 
 def consume(model: nn.Module, bucket_bytes: int, stop: int, ahead: int) -> int:
-    """Read buckets, and raise in bucket ``stop``. Return the number of buckets."""
     count = 0
     for _ in stream_full_params(model, bucket_bytes, ahead=ahead):
         count += 1
@@ -372,10 +369,7 @@ def consume(model: nn.Module, bucket_bytes: int, stop: int, ahead: int) -> int:
 
 
 def leave_on_one_rank(model: nn.Module, bucket_bytes: int, replica: int = 4) -> None:
-    """Check that all ranks go on after one has raised in any bucket, or after all have in different ones.
-
-    Each ``replica`` ranks have all parameters.
-    """
+    """Check that all ranks go on after one has raised in any bucket, or after all have in different ones."""
     rank, size = dist.get_rank(), dist.get_world_size()
     expected = streamed(model)
     for ahead in (0, 1, 2):
@@ -521,7 +515,6 @@ def test_a_bucket_is_one_collective_and_memory_is_that_of_the_buckets() -> None:
 @pytest.mark.behaviour("C-14")
 @on_ranks(2, environment=SOCKETS, timeout=120)
 def test_a_stream_has_no_races_on_a_device() -> None:
-    """Read buckets on a simulated device, which would find an access that its streams do not order."""
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
     with simulated_accelerator() as device:
         model, reference = seeded(UnevenMLP)(), seeded(UnevenMLP)()

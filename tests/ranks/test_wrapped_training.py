@@ -102,7 +102,6 @@ def test_options_of_the_call_reach_all_groups_unless_overridden() -> None:
 @pytest.mark.parametrize("on_meta", [False, True])
 @on_ranks(2)
 def test_groups_are_initialised_and_synchronised_one_after_the_other(on_meta: bool) -> None:
-    """Check that all groups start with the first rank's values and that a tied weight stays one parameter."""
     calls: list[str] = []
 
     def init(module: nn.Module) -> None:

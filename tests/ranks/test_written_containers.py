@@ -33,8 +33,6 @@ Tensors = list[torch.Tensor]
 
 @dataclass
 class Cache:
-    """A dataclass with a counter, a list, and an attribute that is not a field."""
-
     held: torch.Tensor
     added: list[torch.Tensor] = field(default_factory=list)
     number: int = 0
@@ -67,8 +65,6 @@ class Listed(list[torch.Tensor]):
 
 
 class Own(MutableMapping[str, Any]):
-    """A mapping that keeps its items in a dict of its own, and counts writes."""
-
     def __init__(self, **items: Any) -> None:
         self._items = items
         self.extra = 0
@@ -91,8 +87,6 @@ class Own(MutableMapping[str, Any]):
 
 @dataclass
 class Output(OrderedDict[str, Any]):
-    """A dataclass whose fields are items too, like outputs of transformers."""
-
     held: torch.Tensor
     added: torch.Tensor | None = None
 
@@ -202,8 +196,6 @@ KINDS = {
 
 
 class Writing(nn.Module):
-    """Adds a tensor to the container that it does not return, which depends on what the container holds."""
-
     def __init__(self, kind: Kind) -> None:
         super().__init__()
         self.kind = kind
@@ -282,7 +274,6 @@ def test_callers_see_what_modules_write_into_containers(casts: bool) -> None:
 
 
 def attempt(module: Writing, name: str, way: str, mode: str, *, casts: bool) -> str:
-    """Return the text of a failure, or an empty one."""
     try:
         check_writes(module, KINDS[name], way, mode, casts=casts)
     except Exception:
@@ -308,8 +299,6 @@ def peak_of_frozen_layers() -> int:
 
 
 class Collecting(nn.Module):
-    """Has layers that add to one container. The loss depends on what they added."""
-
     def __init__(self, kind: str, *, frozen: bool = True, depth: int = 3) -> None:
         super().__init__()
         self.before = nn.Linear(WIDTH, WIDTH)
@@ -343,8 +332,6 @@ def test_modules_train_by_what_they_wrote_into_containers(transport: str) -> Non
 
 
 class Returning(nn.Module):
-    """Calls ``write`` with its weight and inputs, and returns the cache beside its result."""
-
     def __init__(self, write: Callable[..., Any]) -> None:
         super().__init__()
         self.linear, self.write = nn.Linear(WIDTH, WIDTH, bias=False), write
@@ -355,7 +342,6 @@ class Returning(nn.Module):
 
 
 def check_returned_containers() -> None:
-    """Check the identity of containers in outputs, and dtypes in those, for each dtype of inputs."""
     for param in (None, torch.bfloat16):
         module = Returning(lambda m, x, y, cache: cache.update(y=y) or y)
         policy = MixedPrecisionPolicy(param, torch.float32, output_dtype=torch.float64)
@@ -441,8 +427,6 @@ def check_recomputation_around() -> None:
 
 
 def check_shared_containers() -> None:
-    """Check that a container that is passed twice is one container in the module."""
-
     def write(module: Returning, x: torch.Tensor, y: torch.Tensor, cache: Any) -> torch.Tensor:
         first, second = cache
         assert first is second
@@ -459,8 +443,6 @@ def check_shared_containers() -> None:
 
 
 def check_interrupts() -> None:
-    """Check that the caller's tensors are back after an interrupt, once the module is called again."""
-
     def write(module: Returning, x: torch.Tensor, y: torch.Tensor, cache: Any) -> torch.Tensor:
         if "stop" in cache:
             raise KeyboardInterrupt
