@@ -44,18 +44,10 @@ def build_two(**options: Any) -> nn.Sequential:
     return nn.Sequential(Block(), Block(**options))
 
 
-def change_shape() -> nn.Sequential:
-    return shard(build_two(width=12))
-
-
 def change_dtype() -> nn.Sequential:
     model = build_two()
     model[1].to(torch.bfloat16)
     return shard(model)
-
-
-def change_order() -> nn.Sequential:
-    return shard(build_two(swapped=True))
 
 
 def wrap_differently() -> nn.Sequential:
@@ -70,10 +62,6 @@ def add_parameter() -> nn.Sequential:
     return shard(model)
 
 
-def change_precision() -> nn.Sequential:
-    return shard(build_two(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-
-
 def freeze_one() -> nn.Sequential:
     model = shard(build_two())
     model.get_parameter("1.up.bias").requires_grad_(False)
@@ -82,7 +70,7 @@ def freeze_one() -> nn.Sequential:
 
 DIFFERENCES: dict[str, tuple[Callable[[], nn.Sequential], str, str]] = {
     "shape": (
-        change_shape,
+        lambda: shard(build_two(width=12)),
         r"parameter 'up\.weight'.*: float32 \(8, 8\), placed",
         r"parameter 'up\.weight'.*: float32 \(12, 8\)",
     ),
@@ -91,11 +79,11 @@ DIFFERENCES: dict[str, tuple[Callable[[], nn.Sequential], str, str]] = {
         r"parameter 'up\.weight'.*: float32 \(8, 8\)",
         r"parameter 'up\.weight'.*: bfloat16 \(8, 8\)",
     ),
-    "order": (change_order, r"parameter 'up\.weight'", r"parameter 'down\.weight'"),
+    "order": (lambda: shard(build_two(swapped=True)), r"parameter 'up\.weight'", r"parameter 'down\.weight'"),
     "wrapping": (wrap_differently, r"parameter 'up\.weight'|group '0' of Block", r"parameter '1\.up\.weight'"),
     "one more": (add_parameter, r"parameter 'up\.weight'", r"parameter 'scale'.*: float32 \(8,\)"),
     "precision": (
-        change_precision,
+        lambda: shard(build_two(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
         r"group 'root' of Sequential: MixedPrecisionPolicy\(\), |parameter 'up\.weight': float32 .*, placed .*\)\n",
         r"(group 'root' of Sequential: |parameter 'up\.weight'.*, )MixedPrecisionPolicy\(param_dtype=torch\.bfloat16",
     ),
@@ -105,6 +93,7 @@ DIFFERENCES: dict[str, tuple[Callable[[], nn.Sequential], str, str]] = {
         r"parameter 'up\.bias' of group '1': float32 \(8,\), .*, frozen\n",
     ),
 }
+"""What the last rank builds instead of ``shard(build_two())``, and the lines of the error."""
 
 
 @pytest.mark.behaviour("H-02", "H-05")

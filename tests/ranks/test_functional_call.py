@@ -59,22 +59,8 @@ def others() -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in new_model(4).named_parameters()}
 
 
-def all_values(model: nn.Module, x: torch.Tensor) -> Any:
-    return functional_call(model, others(), (x,))
-
-
-def without_grad(model: nn.Module, x: torch.Tensor) -> Any:
-    with torch.no_grad():
-        return functional_call(model, others(), (x,))
-
-
-def parameters(model: nn.Module, x: torch.Tensor) -> Any:
-    return functional_call(model, dict(new_model(4).named_parameters()), (x,))
-
-
 def some_values(model: nn.Module, x: torch.Tensor) -> Any:
-    names = "first.0.weight", "scale"
-    return functional_call(model, {name: others()[name] for name in names}, (x,))
+    return functional_call(model, {name: others()[name] for name in ("first.0.weight", "scale")}, (x,))
 
 
 def gradients_of_values(model: nn.Module, x: torch.Tensor) -> Any:
@@ -109,19 +95,6 @@ def call_with(model: nn.Module, values: dict[str, Any], x: torch.Tensor) -> torc
     return out
 
 
-def sharded_values(model: nn.Module, x: torch.Tensor) -> Any:
-    return call_with(model, others_as(model), x)
-
-
-def sharded_without_grad(model: nn.Module, x: torch.Tensor) -> Any:
-    with torch.no_grad():
-        return call_with(model, others_as(model), x)
-
-
-def sharded_parameters(model: nn.Module, x: torch.Tensor) -> Any:
-    return call_with(model, {name: nn.Parameter(value) for name, value in others_as(model).items()}, x)
-
-
 def sharded_and_full_values(model: nn.Module, x: torch.Tensor) -> Any:
     return call_with(model, {"first.0.weight": others_as(model)["first.0.weight"], "scale": others()["scale"]}, x)
 
@@ -143,21 +116,23 @@ def gradients_of_inputs(model: nn.Module, x: torch.Tensor) -> Any:
     return grad(lambda own: call_with(model, values, own).square().sum())(x)
 
 
-CALLS: tuple[Callable[[nn.Module, torch.Tensor], Any], ...] = (
-    all_values,
-    without_grad,
-    parameters,
-    some_values,
-    gradients_of_values,
-    gradients_by_transform,
-    ensemble,
-    sharded_values,
-    sharded_without_grad,
-    sharded_parameters,
-    sharded_and_full_values,
-    gradients_of_sharded_values,
-    gradients_of_inputs,
-)
+CALLS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "all values": lambda model, x: functional_call(model, others(), (x,)),
+    "without gradients": torch.no_grad()(lambda model, x: functional_call(model, others(), (x,))),
+    "parameters": lambda model, x: functional_call(model, dict(new_model(4).named_parameters()), (x,)),
+    "some values": some_values,
+    "gradients of values": gradients_of_values,
+    "gradients by transform": gradients_by_transform,
+    "ensemble": ensemble,
+    "sharded values": lambda model, x: call_with(model, others_as(model), x),
+    "sharded, without gradients": torch.no_grad()(lambda model, x: call_with(model, others_as(model), x)),
+    "sharded parameters": lambda model, x: call_with(
+        model, {name: nn.Parameter(value) for name, value in others_as(model).items()}, x
+    ),
+    "sharded and full values": sharded_and_full_values,
+    "gradients of sharded values": gradients_of_sharded_values,
+    "gradients of inputs": gradients_of_inputs,
+}
 
 
 def shard(model: Net, *, groups: str, reshard: bool) -> Net:
@@ -194,17 +169,17 @@ def check_step(what: str, model: nn.Module, reference: nn.Module, out: torch.Ten
 def test_functional_call_computes_with_the_given_values(groups: str, reshard: bool) -> None:
     """Make each call before the model has run, between its steps, and between a forward and its backward."""
     x, own = inputs_of(9), inputs_of(dist.get_rank())
-    for call in CALLS:
+    for name, call in CALLS.items():
         model, reference = shard(new_model(), groups=groups, reshard=reshard), new_model()
         for when in WHENS:
-            what = f"{call.__name__}, {when}"
+            what = f"{name}, {when}"
             out = model(x) if when == "between forward and backward" else None
             for _ in range(2):
                 given = call(model, own)
                 torch.testing.assert_close(given, call(reference, own), msg=lambda text, w=what: f"{w}: {text}")  # type: ignore[misc]
             assert all(parameter.grad is None for parameter in model.parameters()), what
             check_step(what, model, reference, model(x) if out is None else out, x)
-        check_step(f"{call.__name__}, at the end", model, reference, model(x), x)
+        check_step(f"{name}, at the end", model, reference, model(x), x)
 
 
 class CallsWithValues(nn.Module):
@@ -262,8 +237,8 @@ def test_values_can_be_given_when_unsharded_parameters_are_out_of_date() -> None
         with torch.no_grad():
             each(x)  # which leaves the parameters unsharded
         optimizer.step()
-    for values in (sharded_without_grad, all_values):
-        torch.testing.assert_close(values(model, x), values(reference, x))
+    for name in ("sharded, without gradients", "all values"):
+        torch.testing.assert_close(CALLS[name](model, x), CALLS[name](reference, x))
     assert all(isinstance(value, DTensor) for value in model.state_dict().values())
     model.zero_grad()
     reference.zero_grad()

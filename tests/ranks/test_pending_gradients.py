@@ -23,7 +23,7 @@ from torch.torch_version import TorchVersion
 import composable_fsdp
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, no_sync
 from composable_fsdp.errors import LifecycleError
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.transports import SOCKETS
 from tests.simulation import BACKEND, simulated_accelerator
 
@@ -158,20 +158,8 @@ def clear(policy: OffloadPolicy, set_to_none: bool, whole: bool) -> None:
         assert (full(second.grad) == (0 if whole else 6)).all()
 
 
-def divide() -> None:
-    model: Any = fully_shard(nn.Linear(1, 2, bias=False))
-    model.set_gradient_divide_factor(3)
-    for synchronizes in (True, False):
-        model.set_requires_gradient_sync(synchronizes)
-        model(torch.full((1, 1), 3.0)).sum().backward()
-    for expected in (2, 4, 4):
-        assert full(model.weight.grad).tolist() == [[expected]] * 2
-        model.synchronize_gradients()
-        assert pending(model) == {}
-
-
 def divide_partial_sums() -> None:
-    """Change the divisor between microbatches that are reduced over the shard axis only: the last one counts for all."""
+    """Change the divisor between microbatches that are reduced over the shard axis only: the last counts for all."""
     hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for mesh in (None, hybrid):
@@ -458,23 +446,10 @@ def finish_after_a_failed_forward(fails: Callable[[Any], object], is_waited: boo
     assert (full(model[1].bias.grad) == 2).all()
 
 
-def finish_partial_sums() -> None:
-    """Finalize a step whose sums over the shard axis are in flight."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model: Any = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
-    model.set_manual_backward_finalization(True)
-    model.set_requires_all_reduce(False)
-    model(torch.ones(1, 4)).sum().backward()
-    model.set_requires_all_reduce(True)
-    model.finalize_backward()
-    assert pending(model) == {}
-    assert (full(model.weight.grad) == 1).all()
-
-
 def synchronize_a_part() -> None:
     model: Any = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4, bias=False)), nn.Linear(4, 4, bias=False)))
-    model.set_requires_gradient_sync(False)
-    model(torch.ones(1, 4)).sum().backward()
+    with no_sync(model):
+        model(torch.ones(1, 4)).sum().backward()
     assert set(model.get_pending_gradients(recurse=False)) == {model[1].weight}
     model.synchronize_gradients(recurse=False)
     assert set(pending(model)) == {model[0].weight}
@@ -488,47 +463,45 @@ def refused(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def finish_at_the_wrong_time() -> list[str]:
+@on_ranks(2)
+def test_a_finalization_at_the_wrong_time_is_an_error() -> None:
     model: Any = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
     model(torch.ones(1, 4)).sum().backward()
-    texts = [refused(model.finalize_backward)]
+    itself = "after a backward that has finalized itself. Call set_manual_backward_finalization(True)"
+    assert itself in refused(model.finalize_backward)
     model.set_manual_backward_finalization(True)
     model(torch.ones(1, 4)).sum().backward()
-    texts += [refused(model[0].finalize_backward), refused(lambda: model.set_manual_backward_finalization(False))]
+    assert refused(model[0].finalize_backward) == ("finalize_backward() was called on '0'. Call it on the root module.")
+    between = "between a backward and the end of its finalization. Call finalize_backward() first"
+    assert between in refused(lambda: model.set_manual_backward_finalization(False))
     handle = model.finalize_backward(async_op=True)
-    texts.append(refused(model.finalize_backward))
+    assert refused(model.finalize_backward) == (
+        "finalize_backward() was called again. Call wait() of its last handle first."
+    )
     model.reset_iter_state()
-    texts.append(refused(handle.wait))
+    assert (
+        refused(handle.wait) == "wait() was called after reset_iter_state() has dropped the reductions of the handle."
+    )
     model.set_manual_backward_finalization(False)
-    return texts
 
 
-class Calls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.called: Callable[[], object] = type(None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.called()
-        return self.layer(x)
-
-
-def call_in_forward(name: str) -> str:
-    model: Any = fully_shard(Calls())
+@pytest.mark.parametrize("name", ["synchronize_gradients", "finalize_backward"])
+@on_ranks(2)
+def test_a_pass_that_runs_cannot_be_finished(name: str) -> None:
+    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4)))
     model.set_manual_backward_finalization(True)
-    model.called = getattr(model, name)
-    with pytest.raises(LifecycleError) as caught:
-        model(torch.ones(1, 4))
-    return str(caught.value)
+    model[0].register_forward_pre_hook(lambda *_: getattr(model, name)())
+    text = f"{name}() was called in the forward of root, which may still give gradients"
+    assert text in refused(lambda: model(torch.ones(1, 4)))
 
 
-def convert() -> str:
+@on_ranks(2)
+def test_a_conversion_does_not_lose_pending_gradients() -> None:
     model: Any = fully_shard(nn.Linear(4, 4))
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(LifecycleError) as caught:
-        model.to(torch.bfloat16)
+    text = "holds gradients that were accumulated and not delivered yet, which this change would lose"
+    assert text in refused(lambda: model.to(torch.bfloat16))
     weight = model.weight
     for conversion in (model.float, model.cpu, lambda: model.to("cpu", torch.float32)):
         (before, _), *_ = model.get_pending_gradients().values()
@@ -536,16 +509,15 @@ def convert() -> str:
         (after, _), *_ = model.get_pending_gradients().values()
         assert after is before
         assert model.weight is weight
-    with pytest.raises(LifecycleError):  # other memory, though the same dtype
-        model._apply(torch.clone)
+    refused(lambda: model._apply(torch.clone))  # other memory, though the same dtype
     model.synchronize_gradients()
-    assert torch.equal(weight.grad.full_tensor(), torch.ones(4, 4))
+    assert torch.equal(full(weight.grad), torch.ones(4, 4))
     model.to(torch.bfloat16)
     assert model.weight.dtype == torch.bfloat16
-    return str(caught.value)
 
 
-def convert_with_a_dtype_of_gradients() -> None:
+@on_ranks(2)
+def test_a_conversion_loses_neither_a_gradient_nor_its_dtype() -> None:
     layer = nn.Linear(4, 4, dtype=torch.bfloat16)
     layer.weight.grad_dtype = torch.float32
     model: Any = fully_shard(layer)
@@ -565,6 +537,22 @@ def convert_with_a_dtype_of_gradients() -> None:
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     assert torch.equal(full(model.weight.grad), torch.full((4, 4), 2.0))
     assert gradient.dtype == torch.float32
+    # A conversion that raises, before and after it has converted the weight, leaves the gradient in its dtype.
+    for fails in ("weight", "bias"):
+        layer = nn.Linear(4, 4)
+        layer.weight.grad_dtype = torch.float64
+        model: Any = fully_shard(layer)
+        model(torch.ones(1, 4)).sum().backward()
+
+        def convert(tensor: torch.Tensor, dims: int = 2 if fails == "weight" else 1) -> torch.Tensor:
+            if tensor.ndim == dims:
+                raise ValueError("this tensor stays as it is")
+            return tensor.half()
+
+        with pytest.raises(ValueError, match="this tensor stays as it is"):
+            model._apply(convert)
+        assert model.weight.grad_dtype == model.weight.grad.dtype == torch.float64
+        assert torch.equal(full(model.weight.grad), torch.ones(4, 4, dtype=torch.float64))
 
 
 class Passing(nn.Module):
@@ -627,7 +615,8 @@ def drop_a_result(*, finalizes: bool, is_last_reduced: bool) -> None:
     assert (full(model[2].bias.grad) == 2).all()
 
 
-def lose_weights() -> list[str]:
+@on_ranks(2)
+def test_a_group_that_lost_its_gradients_warns() -> None:
     """Ask for the gradients of an input alone, as schedules do that then find no weights."""
     model: Any = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(Passing())))
     model.set_requires_gradient_sync(False)
@@ -637,26 +626,7 @@ def lose_weights() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.synchronize_gradients()
-    return [str(each.message) for each in caught]
-
-
-def fail_to_convert_with_a_dtype_of_gradients() -> None:
-    """Let a conversion raise, before and after it has converted the weight: the gradient stays in its dtype."""
-    for fails in ("weight", "bias"):
-        layer = nn.Linear(4, 4)
-        layer.weight.grad_dtype = torch.float64
-        model: Any = fully_shard(layer)
-        model(torch.ones(1, 4)).sum().backward()
-
-        def convert(tensor: torch.Tensor, dims: int = 2 if fails == "weight" else 1) -> torch.Tensor:
-            if tensor.ndim == dims:
-                raise ValueError("this tensor stays as it is")
-            return tensor.half()
-
-        with pytest.raises(ValueError, match="this tensor stays as it is"):
-            model._apply(convert)
-        assert model.weight.grad_dtype == model.weight.grad.dtype == torch.float64
-        assert torch.equal(full(model.weight.grad), torch.ones(4, 4, dtype=torch.float64))
+    assert [str(each.message)[:45] for each in caught] == ["backward went through '0', but left no gradie"]
 
 
 @pytest.mark.parametrize("has_grad", [False, True])
@@ -709,7 +679,9 @@ CHANGES: dict[str, tuple[torch.dtype | None, bool]] = {
 """The new ``grad_dtype`` by the operation that notices it, and if a step comes before the change."""
 
 
-def change_the_dtype_of_gradients(name: str) -> str:
+@pytest.mark.parametrize("name", CHANGES)
+@on_ranks(2)
+def test_a_change_of_the_dtype_of_gradients_after_sharding_is_an_error(name: str) -> None:
     model: Any = fully_shard(nn.Linear(4, 4))
     values = model.state_dict()
     changed, after_a_step = CHANGES[name]
@@ -722,7 +694,10 @@ def change_the_dtype_of_gradients(name: str) -> str:
         "to": model.bfloat16,
         "load_state_dict": lambda: model.load_state_dict(values, assign=True),
     }
-    return refused(operations.get(name, lambda: model(torch.ones(1, 4))))
+    assert refused(operations.get(name, lambda: model(torch.ones(1, 4)))) == (
+        f"grad_dtype of parameter 'weight' was changed after fully_shard, from torch.float32 to {changed}. Set it "
+        "before fully_shard, or pass mp_policy=MixedPrecisionPolicy(grad_dtype=...)."
+    )
 
 
 @on_ranks(2)
@@ -764,7 +739,15 @@ def test_gradients_are_pending_until_they_are_reduced() -> None:
             for whole in (False, True):
                 clear(policy, flag, whole)
         tensor_parallel(policy, 1)
-    divide()
+    model: Any = fully_shard(nn.Linear(1, 2, bias=False))
+    model.set_gradient_divide_factor(3)
+    for synchronizes in (True, False):
+        model.set_requires_gradient_sync(synchronizes)
+        model(torch.full((1, 1), 3.0)).sum().backward()
+    for expected in (2, 4, 4):
+        assert full(model.weight.grad).tolist() == [[expected]] * 2
+        model.synchronize_gradients()
+        assert pending(model) == {}
     divide_partial_sums()
     split(BF16, torch.bfloat16)
     for grad_dtype in (None, torch.float32):
@@ -773,18 +756,14 @@ def test_gradients_are_pending_until_they_are_reduced() -> None:
         assert sum_of_split_backwards(impl, torch.float32) == 259
         assert sum_of_split_backwards(impl, torch.bfloat16) == 256
         expected = 256 if TorchVersion(torch.__version__) < "2.15" else 259
-        assert sum_of_split_backwards(impl, None) == expected, (
-            "reduced in the dtype of the computation, then of the shard"
-        )
+        assert sum_of_split_backwards(impl, None) == expected, "in the dtype of the computation, then of the shard"
     for ordinary in ([0], [1], [2, 3], [1, 3], [3]):
         assert sum_of_split_backwards(composable_fsdp, torch.float32, ordinary) == 259
     finish()
     finish_as_pipelines_do()
-    for library in (
-        composable_fsdp,
-        *([torch.distributed.fsdp] if hasattr(torch.distributed.fsdp, "GradientReductionHandle") else []),
-    ):
-        finish_before_the_first_forward(library)
+    finish_before_the_first_forward(composable_fsdp)
+    if hasattr(torch.distributed.fsdp, "GradientReductionHandle"):
+        finish_before_the_first_forward(torch.distributed.fsdp)
     finish_without_synchronization()
     for fails in (lambda model: model(torch.ones(1, 5)), lambda model: model[0]("no tensor")):
         for is_waited in (False, True):
@@ -801,56 +780,22 @@ def test_partly_reduced_gradients_are_pending_on_hybrid_meshes() -> None:
     hybrid(OffloadPolicy(), None, 1)
     clear_one_sum(True)
     clear_one_sum(False)
-    finish_partial_sums()
-    finish(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    # Finalize a step whose sums over the shard axis are in flight.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_all_reduce(False)
+    model(torch.ones(1, 4)).sum().backward()
+    model.set_requires_all_reduce(True)
+    model.finalize_backward()
+    assert pending(model) == {}
+    assert (full(model.weight.grad) == 1).all()
+    finish(mesh)
 
 
-@pytest.mark.parametrize("name", ["synchronize_gradients", "finalize_backward"])
-def test_a_pass_that_runs_cannot_be_finished(name: str) -> None:
-    for text in run_ranks(call_in_forward, 2, name):
-        assert f"{name}() was called in the forward of root, which may still give gradients" in text
-
-
-def test_a_finalization_at_the_wrong_time_is_an_error() -> None:
-    for texts in run_ranks(finish_at_the_wrong_time, 2):
-        itself, part, change, again, dropped = texts
-        assert "after a backward that has finalized itself. Call set_manual_backward_finalization(True)" in itself
-        assert part == "finalize_backward() was called on '0'. Call it on the root module."
-        assert "between a backward and the end of its finalization. Call finalize_backward() first" in change
-        assert again == "finalize_backward() was called again. Call wait() of its last handle first."
-        assert dropped == "wait() was called after reset_iter_state() has dropped the reductions of the handle."
-
-
-def test_groups_whose_parameters_no_forward_uses_do_not_warn() -> None:
+@on_ranks(2)
+def test_groups_whose_parameters_or_results_are_not_used_do_not_warn() -> None:
     for finalizes, reshards, retain in itertools.product((False, True), repeat=3):
-        run_ranks(pass_by, 2, finalizes=finalizes, reshards=reshards, retain=retain)
-
-
-def test_groups_whose_results_are_dropped_do_not_warn() -> None:
+        pass_by(finalizes=finalizes, reshards=reshards, retain=retain)
     for finalizes, is_last_reduced in itertools.product((False, True), repeat=2):
-        run_ranks(drop_a_result, 2, finalizes=finalizes, is_last_reduced=is_last_reduced)
-
-
-def test_a_group_that_lost_its_gradients_warns() -> None:
-    for texts in run_ranks(lose_weights, 2):
-        assert [text[:45] for text in texts] == ["backward went through '0', but left no gradie"]
-
-
-def test_a_conversion_does_not_lose_pending_gradients() -> None:
-    for text in run_ranks(convert, 2):
-        assert "holds gradients that were accumulated and not delivered yet, which this change would lose" in text
-
-
-def test_a_conversion_loses_neither_a_gradient_nor_its_dtype() -> None:
-    run_ranks(convert_with_a_dtype_of_gradients, 2)
-    run_ranks(fail_to_convert_with_a_dtype_of_gradients, 2)
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_of_the_dtype_of_gradients_after_sharding_is_an_error(name: str) -> None:
-    changed, _ = CHANGES[name]
-    for text in run_ranks(change_the_dtype_of_gradients, 2, name):
-        assert text == (
-            f"grad_dtype of parameter 'weight' was changed after fully_shard, from torch.float32 to {changed}. Set it "
-            "before fully_shard, or pass mp_policy=MixedPrecisionPolicy(grad_dtype=...)."
-        )
+        drop_a_result(finalizes=finalizes, is_last_reduced=is_last_reduced)

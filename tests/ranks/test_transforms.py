@@ -62,10 +62,6 @@ def both_of_jvp(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
     return (out - slope.detach()).square().mean() + (out * slope).mean()
 
 
-def jvp_of_jvp(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return jvp(lambda x: jvp(model, (x,), (t,))[1], (x,), (t,))[1].square().mean()
-
-
 def tangent_of_dual(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, t))).tangent.square().mean()
@@ -85,103 +81,47 @@ def backward_inside_a_dual_level(model: nn.Module, x: torch.Tensor, t: torch.Ten
     return loss.detach()
 
 
-def jacobian_forwards(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return (jacfwd(model)(x[0]) @ t[0]).square().mean()
-
-
-def jacobian_backwards(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return (jacrev(model)(x[0]) @ t[0]).square().mean()
-
-
-def jacobian_backwards_in_chunks(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return (jacrev(model, chunk_size=1)(x[0]) @ t[0]).square().mean()
-
-
-def samples(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return vmap(model)(x).square().mean()
-
-
-def samples_of_jvp(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return vmap(lambda x, t: jvp(model, (x,), (t,))[1])(x, t).square().mean()
-
-
-def samples_of_gradients(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return vmap(grad(energy(model)))(x).square().mean()
-
-
-def gradient(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return grad(energy(model))(x).square().mean()
-
-
-def gradient_of_the_total(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return grad(total(model))(x).square().mean()
-
-
-def gradient_of_samples(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return grad(lambda x: vmap(model)(x).sum())(x).square().mean()
-
-
-def gradient_of_gradient(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return grad(lambda x: (grad(total(model))(x) * t).sum())(x).square().mean()
-
-
-def gradient_of_tangent(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return grad(lambda x: jvp(model, (x,), (t,))[1].sum())(x).square().mean()
-
-
-def tangent_of_gradient(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return jvp(grad(total(model)), (x,), (t,))[1].square().mean()
-
-
-def hessian_of_one_sample(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    return hessian(total(model))(x[0]).square().mean()
-
-
 def vjp_called_afterwards(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
     out, pull = vjp(model, x)[:2]
     return (pull(t)[0] * t).sum() + out.mean()
 
 
-def second_derivative(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+def second_derivative(of: Callable[[nn.Module], Any], model: nn.Module, x: torch.Tensor) -> Any:
     x = x.clone().requires_grad_()
-    return torch.autograd.grad(energy(model)(x), x, create_graph=True)[0].square().mean()
+    return torch.autograd.grad(of(model)(x), x, create_graph=True)[0].square().mean()
 
 
-def second_derivative_of_the_total(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    x = x.clone().requires_grad_()
-    return torch.autograd.grad(total(model)(x), x, create_graph=True)[0].square().mean()
+def mean_square(loss: Callable[[nn.Module, torch.Tensor, torch.Tensor], Any]) -> Loss:
+    return lambda model, x, t: loss(model, x, t).square().mean()
 
 
-def together_with_ordinary_losses(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
-    first = energy(model)(x)
-    return tangent_of_jvp(model, x, t) + first + gradient_of_the_total(model, t, x) + energy(model)(t)
-
-
-LOSSES: tuple[Loss, ...] = (
-    tangent_of_jvp,
-    both_of_jvp,
-    jvp_of_jvp,
-    tangent_of_dual,
-    both_of_dual,
-    backward_inside_a_dual_level,
-    jacobian_forwards,
-    jacobian_backwards,
-    jacobian_backwards_in_chunks,
-    samples,
-    samples_of_jvp,
-    samples_of_gradients,
-    gradient,
-    gradient_of_the_total,
-    gradient_of_samples,
-    gradient_of_gradient,
-    gradient_of_tangent,
-    tangent_of_gradient,
-    hessian_of_one_sample,
-    vjp_called_afterwards,
-    second_derivative,
-    second_derivative_of_the_total,
-    together_with_ordinary_losses,
-)
+LOSSES: dict[str, Loss] = {
+    "tangent of jvp": tangent_of_jvp,
+    "both of jvp": both_of_jvp,
+    "jvp of jvp": mean_square(lambda m, x, t: jvp(lambda x: jvp(m, (x,), (t,))[1], (x,), (t,))[1]),
+    "tangent of dual": tangent_of_dual,
+    "both of dual": both_of_dual,
+    "backward inside a dual level": backward_inside_a_dual_level,
+    "jacobian, forwards": mean_square(lambda m, x, t: jacfwd(m)(x[0]) @ t[0]),
+    "jacobian, backwards": mean_square(lambda m, x, t: jacrev(m)(x[0]) @ t[0]),
+    "jacobian, backwards in chunks": mean_square(lambda m, x, t: jacrev(m, chunk_size=1)(x[0]) @ t[0]),
+    "samples": mean_square(lambda m, x, t: vmap(m)(x)),
+    "samples of jvp": mean_square(lambda m, x, t: vmap(lambda x, t: jvp(m, (x,), (t,))[1])(x, t)),
+    "samples of gradients": mean_square(lambda m, x, t: vmap(grad(energy(m)))(x)),
+    "gradient": mean_square(lambda m, x, t: grad(energy(m))(x)),
+    "gradient of the total": mean_square(lambda m, x, t: grad(total(m))(x)),
+    "gradient of samples": mean_square(lambda m, x, t: grad(lambda x: vmap(m)(x).sum())(x)),
+    "gradient of gradient": mean_square(lambda m, x, t: grad(lambda x: (grad(total(m))(x) * t).sum())(x)),
+    "gradient of tangent": mean_square(lambda m, x, t: grad(lambda x: jvp(m, (x,), (t,))[1].sum())(x)),
+    "tangent of gradient": mean_square(lambda m, x, t: jvp(grad(total(m)), (x,), (t,))[1]),
+    "hessian of one sample": mean_square(lambda m, x, t: hessian(total(m))(x[0])),
+    "vjp called afterwards": vjp_called_afterwards,
+    "second derivative": lambda m, x, t: second_derivative(energy, m, x),
+    "second derivative of the total": lambda m, x, t: second_derivative(total, m, x),
+    "together with ordinary losses": lambda m, x, t: (
+        tangent_of_jvp(m, x, t) + energy(m)(x) + grad(total(m))(t).square().mean() + energy(m)(t)
+    ),
+}
 
 
 def inputs_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,11 +167,11 @@ def backward(loss: torch.Tensor) -> None:
 def test_losses_in_transforms_train_like_the_unsharded_model(groups: str, reshard: bool) -> None:
     load_forward_mode()
     ranks = range(dist.get_world_size())
-    for loss_of in LOSSES:
+    for name_of_loss, loss_of in LOSSES.items():
         model, reference = shard(new_model(), groups=groups, reshard=reshard), new_model()
         with Recorder() as recorder:
             for step, needs_gradient in enumerate((False, True)):
-                what = f"{loss_of.__name__}, inputs that need gradients: {needs_gradient}"
+                what = f"{name_of_loss}, inputs that need gradients: {needs_gradient}"
                 own = [each.requires_grad_(needs_gradient) for each in inputs_of(step, dist.get_rank())]
                 loss = loss_of(model, *own)
                 backward(loss)
@@ -248,4 +188,4 @@ def test_losses_in_transforms_train_like_the_unsharded_model(groups: str, reshar
                     check_same(f"{what}, {name}", parameter.grad, mean)
                 model.zero_grad()
                 reference.zero_grad()
-        assert recorder.allocated == {}, loss_of.__name__
+        assert recorder.allocated == {}, name_of_loss
