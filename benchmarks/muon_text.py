@@ -4,14 +4,12 @@
 
 Model, text, batches, warm-up, clipping and weight decay are the same for both, and both are trained with each learning
 rate; the picture shows the best run of each. Muon adjusts its learning rate to the size of AdamW's updates
-(``adjust_lr_fn="match_rms_adamw"``), and gives the embedding, which is the head too, and the norms to AdamW. The fused
-projection of queries, keys and values is three matrices.
+(``adjust_lr_fn="match_rms_adamw"``), and gives the embedding, which is the head too, and the norms to AdamW.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -33,27 +31,17 @@ WEIGHT_DECAY = 0.01
 BETAS = (0.9, 0.95)
 
 
-def matrices_of(options: Options) -> Callable[[str, torch.Tensor], bool | Iterable[slice]]:
-    """Return what ``Muon`` takes as ``matrices``: the matrices of blocks, the fused projection cut into three."""
-
-    def matrices(name: str, parameter: torch.Tensor) -> bool | Iterable[slice]:
-        if name.endswith("qkv.weight"):
-            rows = options.shape.dim
-            return [slice(first, first + rows) for first in range(0, 3 * rows, rows)]
-        return name.startswith("blocks.") and parameter.ndim == 2
-
-    return matrices
-
-
 def make_optimizer(name: str, model: torch.nn.Module, options: Options) -> torch.optim.Optimizer:
     if name == "AdamW":
         return torch.optim.AdamW(model.parameters(), lr=options.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    named = list(model.named_parameters())
+    blocks = [p for name, p in named if name.startswith("blocks.")]
+    others = [p for name, p in named if not name.startswith("blocks.")]
     return Muon(
-        model.named_parameters(),
+        [{"params": blocks}, {"params": others, "algorithm": "adamw"}],
         lr=options.lr,
         weight_decay=WEIGHT_DECAY,
         adjust_lr_fn="match_rms_adamw",
-        matrices=matrices_of(options),
         adamw={"betas": BETAS, "fused": True},
     )
 

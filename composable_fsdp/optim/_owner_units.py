@@ -136,8 +136,6 @@ class Unit:
     cost: float
     name: str = ""
     """The name in errors, such as that of the parameter."""
-    shape: tuple[int, ...] = ()
-    """The shape in which the owner computes it, if that is not the shape of its input."""
 
     @property
     def largest(self) -> int:

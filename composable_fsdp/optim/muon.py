@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import combinations
-from math import prod
-from operator import index as as_int
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -23,11 +19,6 @@ from composable_fsdp.optim._owner_exchange import OwnerPlans, is_planned, title_
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim._owner_units import Slot, Unit, tiling_of
 from composable_fsdp.optim.owner_step import placed
-
-Index = int | slice | tuple[int | slice, ...]
-"""An index of a parameter, as ``parameter[index]``: ints and slices without a step."""
-
-Matrices = Callable[[str, torch.Tensor], bool | Iterable[Index] | None]
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MOST_STEPS = 99
@@ -46,16 +37,18 @@ class Muon(Optimizer):
     same gradients; of bfloat16 parameters, up to the rounding of ``add_``, which in torch depends on an element's place
     in memory. Parameters may be sharded in any way, or plain.
 
-    ``param_groups`` has for each group given two: that of its matrices, and that of its other parameters, whose
-    settings are AdamW's. The entry ``"algorithm"`` is ``"muon"`` or ``"adamw"``. A group given with ``"algorithm":
-    "adamw"`` is AdamW's as a whole: embeddings and heads should be, although they have two dims.
+    ``param_groups`` has for each group given two: that of its matrices, which are its parameters of two dims, and that
+    of its other parameters, whose settings are AdamW's. The entry ``"algorithm"`` is ``"muon"`` or ``"adamw"``. A group
+    given with ``"algorithm": "adamw"`` is AdamW's as a whole: embeddings and heads should be, although they have two
+    dims. In one given with ``"algorithm": "muon"``, parameters of three dims are matrices, too: stacked ones, such as
+    those of experts, one for each index of the first dim.
     State is DTensors placed as the parameters, so checkpoints, clipping, schedulers and gradient scalers work as with
     other optimizers.
 
     All ranks of a mesh must call ``step`` together, with gradients of the same parameters.
 
     Args:
-        params: parameters, named parameters, or groups of them. ``matrices`` needs named ones.
+        params: parameters, named parameters, or groups of them.
         lr: the learning rate.
         weight_decay: decoupled weight decay.
         momentum: the momentum factor.
@@ -65,20 +58,14 @@ class Muon(Optimizer):
         ns_steps: the number of iterations, below 100.
         adjust_lr_fn: ``"original"`` multiplies ``lr`` by ``sqrt(max(1, rows / columns))``, as does ``None``;
             ``"match_rms_adamw"`` by ``0.2 * sqrt(max(rows, columns))``, so that a learning rate of AdamW fits.
-        matrices: a function ``matrices(name, parameter)`` that says which matrices a parameter holds. ``None`` or
-            ``False``: none, so AdamW updates it. ``True``: it is one. Otherwise indices that cut the parameter into
-            matrices, such as ``[slice(0, 64), slice(64, 128)]`` for two heads of 64 rows, or ``range(8)`` for 8 stacked
-            experts. What has more than two dims is flattened from the second on, as convolutions. It is called again
-            when other parameters require gradients, with the same result. By default, all parameters of two dims are
-            matrices.
         adamw: options of ``torch.optim.AdamW``. ``lr`` and ``weight_decay`` are by default those of the group, the
             others have torch's defaults.
         bucket_bytes: the bytes of a bucket's messages on a rank. A step takes up to twice as many, or 6 times the
             largest matrix in bfloat16 if that is more; and up to 5 times the matrix that is computed.
 
     Raises:
-        ArgumentTypeError: ``matrices`` is given, but not the names of the parameters, or returns no indices.
-        ConfigurationError: an argument is out of range, or matrices overlap or do not fill their parameter.
+        ArgumentTypeError: parameters are in a set, which has no order.
+        ConfigurationError: an argument is out of range.
 
     Example::
 
@@ -103,7 +90,7 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        matrices: Matrices | None = None,
+        matrices: None = None,
         adamw: Mapping[str, Any] | None = None,
         bucket_bytes: int = 256 << 20,
     ) -> None:
@@ -121,13 +108,18 @@ class Muon(Optimizer):
         _check(defaults)
         if bucket_bytes <= 0:
             raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
-        self._matrices, self._bucket_bytes = matrices, bucket_bytes
+        if matrices is not None:
+            raise ConfigurationError(
+                "Muon has no matrices= in this version. Make each matrix a parameter, or stack matrices in one of "
+                'three dims, in a group with "algorithm": "muon".'
+            )
+        self._bucket_bytes = bucket_bytes
         self._adamw_options = dict(adamw or {})
         self._plans = OwnerPlans(bucket_bytes)
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_matrices", "_bucket_bytes", "_adamw_options")
+        kept = ("_bucket_bytes", "_adamw_options")
         return {**cast(Any, super()).__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,8 +132,8 @@ class Muon(Optimizer):
         """Add the matrices of ``param_group``, and its other parameters, each as a group if there are any.
 
         Raises:
-            ArgumentTypeError: ``matrices`` needs names, but ``param_group`` has only parameters, or returns no indices.
-            ConfigurationError: a setting is out of range, or matrices overlap or do not fill their parameter.
+            ArgumentTypeError: the parameters are in a set, which has no order.
+            ConfigurationError: a setting is out of range.
         """
         given = param_group["params"]
         if isinstance(given, (set, frozenset)):
@@ -150,7 +142,8 @@ class Muon(Optimizer):
         algorithm = param_group.get("algorithm", "muon")
         if algorithm not in ("muon", "adamw"):
             raise ConfigurationError(f"algorithm must be 'muon' or 'adamw', not {algorithm!r}.")
-        is_matrix = [algorithm == "muon" and bool(_regions(self._matrices, *_named(item))) for item in items]
+        dims = {"muon": (2, 3), "adamw": ()}[algorithm] if "algorithm" in param_group else (2,)
+        is_matrix = [getattr(item[1] if isinstance(item, tuple) else item, "ndim", 0) in dims for item in items]
         settings = {key: value for key, value in param_group.items() if key not in ("params", "algorithm")}
         of_muon = [item for item, found in zip(items, is_matrix, strict=True) if found]
         others = [item for item, found in zip(items, is_matrix, strict=True) if not found]
@@ -207,27 +200,12 @@ class Muon(Optimizer):
 
     def _step_matrices(self, planned: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         parameters = [p for p, _ in planned]
-        exchanges = self._plans.of(parameters, lambda: self._units(parameters))
-        steps = [None if p.grad is None else _ParameterStep(p, group, self.state[p]) for p, group in planned]
+        exchanges = self._plans.of(parameters, lambda: [_matrices_in(p) for p in parameters])
+        tasks = [None if p.grad is None else _MatrixTask(p, group, self.state[p]) for p, group in planned]
         for exchange, keys in exchanges:
-            of_units = zip(exchange.units, [steps[index] for index, _ in keys], strict=True)
-            exchange.run([None if step is None else _MatrixTask(step, unit.shape) for unit, step in of_units])
+            exchange.run([tasks[index] for index, _ in keys])
         # Autograd's version counter of the DTensors does not see writes to the local shards.
         increment_version([p for p in parameters if p.grad is not None])
-
-    def _units(self, parameters: Sequence[torch.Tensor]) -> list[list[Unit]]:
-        """Return the matrices of each of ``parameters``."""
-        names = _names(self.param_groups) if self._matrices is not None else {}
-        found = []
-        for p in parameters:
-            regions = _regions(self._matrices, names.get(id(p), ""), p)
-            if not regions:
-                raise ConfigurationError(
-                    f"matrices= returned matrices for a parameter of shape {tuple(p.shape)} before, but none for its "
-                    f"name now, {names.get(id(p))!r}. load_state_dict takes the names from the state dict."
-                )
-            found.append([_unit(p, region) for region in regions])
-        return found
 
 
 def _check(settings: Mapping[str, Any]) -> None:
@@ -245,113 +223,20 @@ def _check(settings: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"ns_coefficients must be three numbers, not {settings['ns_coefficients']}.")
 
 
-def _named(item: Any) -> tuple[str, torch.Tensor]:
-    return item if isinstance(item, tuple) else ("", item)
+def _matrices_in(parameter: torch.Tensor) -> list[Unit]:
+    """Return the matrices of ``parameter``: itself, or those that are stacked in it."""
+    rows, columns = parameter.shape[-2:]
+    title, tiling, dtype = title_of(parameter), tiling_of(parameter), torch.bfloat16  # in which the iterations are
+    if parameter.ndim == 2:
+        slots = {title: Slot(tiling, dtype)}
+    else:
+        sizes = (1, rows, columns)
+        slots = {f"{title}[{i}]": Slot(tiling, dtype, (i, 0, 0), sizes) for i in range(parameter.shape[0])}
+    return [Unit((slot,), (slot,), newton_schulz_cost(rows, columns), name) for name, slot in slots.items()]
 
 
-def _names(groups: Iterable[Mapping[str, Any]]) -> dict[int, str]:
-    return {id(p): n for g in groups for p, n in zip(g["params"], g.get("param_names", ()), strict=False)}
-
-
-# -- the matrices in a parameter
-
-
-class Region(NamedTuple):
-    """A block of a parameter: its offsets and sizes for every dim, and the shape of its matrix."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    matrix: tuple[int, int]
-
-
-def _regions(matrices: Matrices | None, name: str, parameter: torch.Tensor) -> tuple[Region, ...]:
-    """Return the regions of ``parameter`` that are matrices; none if AdamW updates it."""
-    if not isinstance(parameter, torch.Tensor):
-        raise ArgumentTypeError(f"Muon takes tensors, not {type(parameter).__name__}.")
-    shape = tuple(parameter.shape)
-    if matrices is None:
-        return _cut_into(shape, ((),)) if len(shape) == 2 else ()
-    if not name:
-        raise ArgumentTypeError(
-            f"matrices= needs the name of a parameter of shape {shape}. Pass named parameters, such as "
-            "Muon(model.named_parameters(), ...), or groups of them."
-        )
-    found = matrices(name, parameter)
-    if found is None or found is False:
-        return ()
-    try:
-        cuts = ((),) if found is True else tuple(_hashable(index) for index in found)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"matrices= returned {found!r} for {name!r}. Return True for one matrix, None for none, or a list of "
-            "indices, such as [slice(0, 64), slice(64, 128)] or range(8)."
-        ) from error
-    try:
-        return _cut_into(shape, cuts)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"the matrices of {name!r}: {error}") from error
-
-
-def _hashable(index: Index) -> tuple[Any, ...]:
-    parts = index if isinstance(index, tuple) else (index,)
-    return tuple(
-        tuple(None if bound is None else as_int(bound) for bound in (part.start, part.stop, part.step))
-        if isinstance(part, slice)
-        else as_int(part)
-        for part in parts
-    )
-
-
-@lru_cache(maxsize=1024)
-def _cut_into(shape: tuple[int, ...], cuts: tuple[tuple[Any, ...], ...]) -> tuple[Region, ...]:
-    regions = tuple(_region(shape, cut) for cut in cuts)
-    if sum(prod(region.sizes) for region in regions) != prod(shape) or any(map(_overlap, combinations(regions, 2))):
-        raise ConfigurationError(f"{len(cuts)} indices do not cut the shape {shape} into parts, each element in one.")
-    return regions
-
-
-def _region(shape: tuple[int, ...], cut: tuple[Any, ...]) -> Region:
-    if len(cut) > len(shape):
-        raise ConfigurationError(f"an index of {len(cut)} dims does not fit the shape {shape}.")
-    offsets, sizes, kept = [], [], []
-    for dim, length in enumerate(shape):
-        part = cut[dim] if dim < len(cut) else (None, None, None)
-        if isinstance(part, tuple):
-            start, stop, step = slice(*part).indices(length)
-            if step != 1:
-                raise ConfigurationError(f"slices must have no step, unlike {slice(*part)}.")
-            kept.append(max(0, stop - start))
-        else:
-            start = part + length if part < 0 else part
-            stop = start + 1
-            if not 0 <= start < length:
-                raise ConfigurationError(f"index {part} is out of range for dim {dim} of the shape {shape}.")
-        offsets.append(start)
-        sizes.append(max(0, stop - start))
-    if len(kept) < 2:
-        raise ConfigurationError(f"a matrix needs two dims, but an index leaves {len(kept)} of the shape {shape}.")
-    return Region(tuple(offsets), tuple(sizes), (kept[0], prod(kept[1:])))
-
-
-def _overlap(pair: tuple[Region, Region]) -> bool:
-    a, b = pair
-    sides = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    return all(max(i, j) < min(i + n, j + m) for i, n, j, m in sides)
-
-
-# -- one step
-
-
-def _unit(parameter: torch.Tensor, region: Region) -> Unit:
-    # The iterations are in bfloat16, so nothing is lost if that is what is sent.
-    slot = Slot(tiling_of(parameter), torch.bfloat16, region.offsets, region.sizes)
-    title = title_of(parameter)
-    name = title if region.sizes == tuple(parameter.shape) else f"{title} from {region.offsets} on"
-    return Unit((slot,), (slot,), newton_schulz_cost(*region.matrix), name, region.matrix)
-
-
-class _ParameterStep:
-    """The tensors and settings of one parameter in one step."""
+class _MatrixTask:
+    """The update of the matrices of one parameter in one step."""
 
     def __init__(self, parameter: torch.Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         gradient = gradient_of(parameter)
@@ -370,30 +255,23 @@ class _ParameterStep:
         self.buffer = local_part(buffer)
         lr = group["lr"]
         self.lr = lr.squeeze() if isinstance(lr, torch.Tensor) and lr.ndim else lr
-
-
-class _MatrixTask:
-    """The update of one matrix of a parameter."""
-
-    def __init__(self, step: _ParameterStep, shape: tuple[int, ...]) -> None:
-        self.step, self.shape = step, shape
-        self.rate: Any = step.lr * _adjustment(step.group["adjust_lr_fn"], *shape)
+        self.rate: Any = self.lr * _adjustment(group["adjust_lr_fn"], *parameter.shape[-2:])
 
     def load(self, slot: int, box: Box) -> torch.Tensor:
-        step, momentum = self.step, self.step.group["momentum"]
-        gradient, buffer = box.of_part(step.gradient), box.of_part(step.buffer)
+        momentum = self.group["momentum"]
+        gradient, buffer = box.of_part(self.gradient), box.of_part(self.buffer)
         buffer.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(buffer, momentum) if step.group["nesterov"] else buffer
+        return gradient.lerp(buffer, momentum) if self.group["nesterov"] else buffer
 
     def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         (whole,) = inputs
-        group = self.step.group
-        update = orthogonalised(whole.view(self.shape), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        group, matrix = self.group, whole.view(whole.shape[-2:])
+        update = orthogonalised(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
         return (update.reshape(whole.shape),)
 
     def store(self, slot: int, box: Box, piece: torch.Tensor) -> None:
-        step, shard = self.step, box.of_part(self.step.shard)
-        shard.mul_(1 - step.lr * step.group["weight_decay"])
+        shard = box.of_part(self.shard)
+        shard.mul_(1 - self.lr * self.group["weight_decay"])
         shard.add_(piece.to(shard.device), alpha=-self.rate)
 
 

@@ -52,15 +52,20 @@ class Mixed(nn.Module):
 build = seeded(Mixed)
 
 
+MATRICES: dict[str, Any] = {"qkv.weight": True, "experts": range(3), "out.weight": True, "unused": True}
+
+
 def matrices(name: str, parameter: torch.Tensor) -> Any:
-    """Cut ``qkv`` into three, and experts into each of them. The head is AdamW's."""
-    cuts: dict[str, Any] = {
-        "qkv.weight": [slice(first, first + 9) for first in (0, 9, 18)],
-        "experts": range(3),
-        "out.weight": True,
-        "unused": True,
-    }
-    return cuts.get(name)
+    """Return the indices of the matrices: experts are cut into each of them. The head is AdamW's."""
+    return MATRICES.get(name)
+
+
+def muon(model: nn.Module, **options: Any) -> Muon:
+    groups = [
+        {"params": [(n, p) for n, p in model.named_parameters() if (n in MATRICES) == is_muon], "algorithm": algorithm}
+        for algorithm, is_muon in (("muon", True), ("adamw", False))
+    ]
+    return Muon(groups, lr=LR, weight_decay=DECAY, **options)
 
 
 class Reference:
@@ -140,9 +145,7 @@ def compare(shape: tuple[int, ...], bucket_bytes: int, options: dict[str, Any]) 
     model, reference = build(), Reference(build(), matrices, **options)
     for name in ("qkv", "out", ""):
         fully_shard(model.get_submodule(name), mesh=mesh)
-    optimizer = Muon(
-        model.named_parameters(), lr=LR, weight_decay=DECAY, matrices=matrices, bucket_bytes=bucket_bytes, **options
-    )
+    optimizer = muon(model, bucket_bytes=bucket_bytes, **options)
     calls: list[int] = []
     for step in range(3):
         backward(model, step)
@@ -206,7 +209,7 @@ def test_codecs_and_offload_change_nothing_in_the_step() -> None:
             offload_policy=CPUOffloadPolicy(pin_memory=False),
             comm_policy=CommunicationPolicy(all_gather=Int8(), reduce_scatter=Int8(), min_numel=1),
         )
-        optimizer = Muon(model.named_parameters(), lr=LR, weight_decay=DECAY, matrices=matrices)
+        optimizer = muon(model)
         for step in range(2):
             backward(model, step)
             reference.step(gradients_of(model))
@@ -220,7 +223,7 @@ def test_codecs_and_offload_change_nothing_in_the_step() -> None:
 def test_clipping_schedulers_scalers_and_averages() -> None:
     model, reference = build(), Reference(build(), matrices)
     fully_shard(model)
-    optimizer = Muon(model.named_parameters(), lr=LR, weight_decay=DECAY, matrices=matrices)
+    optimizer = muon(model)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, *reference.optimizers)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     averaged = AveragedModel(model)
@@ -248,7 +251,7 @@ def test_clipping_schedulers_scalers_and_averages() -> None:
 def make(values: int = 7) -> tuple[nn.Module, Muon]:
     model = seeded(Mixed)() if values == 7 else Mixed()
     fully_shard(model)
-    return model, Muon(model.named_parameters(), lr=LR, weight_decay=DECAY, matrices=matrices, bucket_bytes=700)
+    return model, muon(model, bucket_bytes=700)
 
 
 def set_gradients(model: nn.Module, step: int) -> None:

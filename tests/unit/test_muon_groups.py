@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import re
 from typing import Any
 
 import pytest
@@ -23,10 +22,6 @@ def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
     for parameter in made:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     return made
-
-
-def named(*shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
-    return [(f"p{i}", p) for i, p in enumerate(parameters(*shapes))]
 
 
 @pytest.mark.parametrize("options", [{}, {"lr": torch.tensor(0.02)}, {"nesterov": False, "adjust_lr_fn": "original"}])
@@ -93,48 +88,16 @@ def test_groups_are_split_into_matrices_and_the_rest_with_the_settings_of_adamw(
     assert torch.equal(embedding, expected[1])
 
 
-def test_convolutions_are_flattened_from_the_second_dim_on() -> None:
-    (p,) = parameters((6, 2, 3))
-    flat = nn.Parameter(p.detach().flatten(1).clone())
-    flat.grad = p.grad.flatten(1).clone()  # type: ignore[union-attr]
-    Muon([("conv", p)], matrices=lambda name, p: True).step()
-    torch.optim.Muon([flat]).step()
-    assert torch.equal(p.flatten(1), flat)
-
-
-def test_heads_in_columns_are_cut_by_slices_of_the_second_dim() -> None:
-    (p,) = parameters((6, 8))
-    parts = [nn.Parameter(p.detach()[:, i : i + 4].clone()) for i in (0, 4)]
-    for i, part in zip((0, 4), parts, strict=True):
-        part.grad = p.grad[:, i : i + 4].clone()  # type: ignore[index]
-    Muon([("out", p)], matrices=lambda name, p: [(slice(None), slice(0, 4)), (slice(None), slice(-4, None))]).step()
+def test_stacked_matrices_are_those_of_a_group_that_asks_for_muon() -> None:
+    p, other = parameters((3, 6, 4), (3, 6, 4))
+    parts = [nn.Parameter(each.detach().clone()) for each in p]
+    for part, gradient in zip(parts, p.grad, strict=True):  # type: ignore[arg-type]
+        part.grad = gradient.clone()
+    optimizer = Muon([{"params": [("experts", p)], "algorithm": "muon"}, {"params": [("filters", other)]}])
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"]
+    optimizer.step()
     torch.optim.Muon(parts).step()
-    assert torch.equal(p, torch.cat(list[torch.Tensor](parts), 1))
-
-
-@pytest.mark.parametrize(
-    ("cut", "message"),
-    [
-        ([slice(0, 3)], r"the matrices of 'p0': 1 indices do not cut the shape \(6, 4\) into parts, each element in"),
-        ([slice(0, 4), slice(2, 4)], r"2 indices do not cut the shape \(6, 4\)"),
-        ([slice(0, 6, 2), slice(1, 6, 2)], r"slices must have no step, unlike slice\(0, 6, 2\)"),
-        ([0, 1, 2, 3, 4, 5], r"a matrix needs two dims, but an index leaves 1 of the shape \(6, 4\)"),
-        ([(7, slice(None))], r"index 7 is out of range for dim 0 of the shape \(6, 4\)"),
-        ([(0, 0, 0)], r"an index of 3 dims does not fit the shape \(6, 4\)"),
-    ],
-)
-def test_matrices_that_do_not_cut_a_parameter_are_refused(cut: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        Muon(named((6, 4)), matrices=lambda name, p: cut)
-
-
-@pytest.mark.parametrize("found", [3, ["0:3"], [slice("a", "b")], [(slice(None), None)], [0.5], [[0, 1]], 1.0])
-def test_what_is_not_indices_is_refused_with_the_name_and_what_to_return(found: Any) -> None:
-    message = (
-        f"matrices= returned {found!r} for 'p0'. Return True for one matrix, None for none, or a list of indices, "
-    )
-    with pytest.raises(ArgumentTypeError, match=re.escape(message)):
-        Muon(named((6, 4)), matrices=lambda name, p: found)
+    assert torch.equal(p, torch.stack(list[torch.Tensor](parts)))
 
 
 @pytest.mark.parametrize(
@@ -160,11 +123,11 @@ def test_other_mistakes_are_named() -> None:
         ArgumentTypeError, match=r"^params must be a list: the order of a set differs from rank to rank"
     ):
         Muon([{"params": set(parameters((2, 2)))}])
-    with pytest.raises(ArgumentTypeError, match=r"matrices= needs the name of a parameter of shape \(2, 2\)\. Pass na"):
-        Muon(parameters((2, 2)), matrices=lambda name, p: True)
+    with pytest.raises(ConfigurationError, match=r"^Muon has no matrices= in this version\. Make each matrix a param"):
+        Muon(parameters((2, 2)), matrices=lambda name, p: True)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"algorithm must be 'muon' or 'adamw', not 'sgd'"):
         Muon([{"params": parameters((2, 2)), "algorithm": "sgd"}])
-    with pytest.raises(ArgumentTypeError, match=r"Muon takes tensors, not int"):
+    with pytest.raises(TypeError, match=r"optimizer can only optimize Tensors, but one of the params is .*int"):
         Muon([1])
     p = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
     p.grad = torch.ones_like(p)
@@ -192,19 +155,6 @@ def test_state_dicts_of_torchs_optimizers_are_loaded(kind: Any) -> None:
     for each in (other, optimizer):
         each.step()
     assert torch.equal(ours[0], theirs[0])
-
-
-def test_names_of_a_state_dict_that_hide_matrices_are_an_error() -> None:
-    def matrices(name: str, _: torch.Tensor) -> bool:
-        return name.startswith("p")
-
-    optimizer = Muon(named((4, 4)), matrices=matrices)
-    state = Muon([(f"_orig_mod.{name}", p) for name, p in named((4, 4))], matrices=lambda *_: True).state_dict()
-    optimizer.load_state_dict(state)
-    with pytest.raises(
-        ConfigurationError, match=r"of shape \(4, 4\) before, but none for its name now, '_orig_mod\.p0'"
-    ):
-        optimizer.step()
 
 
 def test_copies_and_pickles_step_alike() -> None:
