@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
     from composable_fsdp.optim.local_optimizer import local_optimizer, set_local_steps
     from composable_fsdp.optim.muon import Muon
-    from composable_fsdp.optim.offload_optimizer import offload_optimizer, reload_optimizer
+    from composable_fsdp.optim.offload_optimizer import offload_optimizer
     from composable_fsdp.optim.owner_step import owner_step
     from composable_fsdp.plugins.codecs.communication_state import CommunicationState
     from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
@@ -95,7 +95,6 @@ __all__ = [
     "offload_optimizer",
     "owner_step",
     "register_fsdp_forward_method",
-    "reload_optimizer",
     "set_local_steps",
     "set_wait_warning",
     "sharded_rng",
@@ -134,7 +133,7 @@ _ON_FIRST_USE = FirstUse(
         "optim.clip_grad": "clip_grad_norm_ get_total_norm",
         "optim.local_optimizer": "local_optimizer set_local_steps",
         "optim.muon": "Muon",
-        "optim.offload_optimizer": "offload_optimizer reload_optimizer",
+        "optim.offload_optimizer": "offload_optimizer",
         "optim.owner_step": "owner_step",
         "plugins.codecs.communication_state": "CommunicationState",
         "plugins.full_params": "apply_to_full_params unsharded_params",
@@ -156,6 +155,7 @@ _IN_PLACE = "is FSDP1's wrapper: fully_shard(module) shards a module in place: f
 _OTHER_NAMES = {
     **dict.fromkeys(("save", "load", "latest"), _IN_CHECKPOINT),
     **dict.fromkeys(("FSDP", "FullyShardedDataParallel"), _IN_PLACE),
+    "reload_optimizer": "is gone: load the state dict of the offloaded optimizer into a new one",
     "summon_full_params": "is unsharded_params here: from composable_fsdp import unsharded_params",
 }
 """The replacements of names that programs for other libraries import."""

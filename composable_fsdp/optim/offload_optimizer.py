@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from math import inf, prod
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -36,7 +36,6 @@ def offload_optimizer(
     to: str = _HOST,
     *,
     bucket_bytes: int = 64 << 20,
-    keep_bytes: int = 0,
     pin_memory: bool = True,
 ) -> OptimizerT:
     """Make the state of ``optimizer`` rest in host memory, and come to the device for the step only.
@@ -58,7 +57,6 @@ def offload_optimizer(
             :class:`Muon` and :func:`owner_step` may have as many bytes as the state of the largest whole matrix, so
             that each rank has one to compute. During a step, twice as many are on the device. The first step, which
             creates the state, takes it for twice the bytes of its parameters.
-        keep_bytes: the bytes of state on a rank that always stay on the device, those of the first parameters.
         pin_memory: page-lock the host memory, so that copies overlap with steps.
 
     Returns:
@@ -72,35 +70,6 @@ def offload_optimizer(
 
         optimizer = offload_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
     """
-    _check(optimizer, to, bucket_bytes, keep_bytes)
-    offload = _Offload(bucket_bytes, keep_bytes, pin_memory)
-    update = update_of(optimizer, "offload_optimizer")
-    replace_step(optimizer, with_closure(update, partial(offload.carry_out, update)))
-    optimizer.register_load_state_dict_pre_hook(offload.hold)
-    optimizer.register_load_state_dict_post_hook(offload.take)
-    _offloads[optimizer] = offload
-    offload.cut(optimizer)
-    return optimizer
-
-
-def reload_optimizer(optimizer: OptimizerT) -> OptimizerT:
-    """End the offload of ``optimizer``: its state moves to the devices of its parameters, and stays there.
-
-    Raises:
-        ConfigurationError: it is not offloaded.
-    """
-    offload = _offloads.get(optimizer)
-    if offload is None:
-        raise ConfigurationError(f"this {type(optimizer).__name__} is not offloaded. Call offload_optimizer first.")
-    offload.keep_bytes = inf
-    offload.cut(optimizer)
-    return optimizer
-
-
-_offloads: WeakKeyDictionary[Optimizer, _Offload] = WeakKeyDictionary()
-
-
-def _check(optimizer: Optimizer, to: str, bucket_bytes: int, keep_bytes: int) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(f"offload_optimizer takes an optimizer, like torch.optim.AdamW(...), not {optimizer}.")
     if to != _HOST:
@@ -110,12 +79,21 @@ def _check(optimizer: Optimizer, to: str, bucket_bytes: int, keep_bytes: int) ->
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS steps all parameters together, so its state cannot be offloaded in buckets.")
-    if bucket_bytes <= 0 or keep_bytes < 0:
-        raise ConfigurationError(
-            f"bucket_bytes must be positive and keep_bytes at least 0, not {bucket_bytes} and {keep_bytes}."
-        )
+    if bucket_bytes <= 0:
+        raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
     if optimizer in _offloads:
         raise ConfigurationError(f"this {type(optimizer).__name__} is offloaded already. Call offload_optimizer once.")
+    offload = _Offload(bucket_bytes, pin_memory)
+    update = update_of(optimizer, "offload_optimizer")
+    replace_step(optimizer, with_closure(update, partial(offload.carry_out, update)))
+    optimizer.register_load_state_dict_pre_hook(offload.hold)
+    optimizer.register_load_state_dict_post_hook(offload.take)
+    _offloads[optimizer] = offload
+    offload.cut(optimizer)
+    return optimizer
+
+
+_offloads: WeakKeyDictionary[Optimizer, _Offload] = WeakKeyDictionary()
 
 
 # -- where state rests
@@ -272,9 +250,8 @@ class _Held:
 class _Offload:
     """The buckets of one optimizer."""
 
-    def __init__(self, bucket_bytes: int, keep_bytes: float, pin_memory: bool) -> None:
-        self.bucket_bytes, self.keep_bytes, self.pin_memory = bucket_bytes, keep_bytes, pin_memory
-        self._kept = 0
+    def __init__(self, bucket_bytes: int, pin_memory: bool) -> None:
+        self.bucket_bytes, self.pin_memory = bucket_bytes, pin_memory
         self._resident = _Bucket()
         self._buckets: list[_Bucket] = []
 
@@ -284,12 +261,12 @@ class _Offload:
         """Cut all parameters into buckets, and put their state to rest."""
         groups = enumerate(optimizer.param_groups)
         members = [_Member(p, g, n) for g, group in groups for n, p in enumerate(group["params"])]
-        self._kept, self._resident = 0, _Bucket()
+        self._resident = _Bucket()
         with torch.inference_mode(False), torch.no_grad():
             self._buckets = self._put_to_rest(optimizer, members)
 
     def _put_to_rest(self, optimizer: Optimizer, members: Sequence[_Member]) -> list[_Bucket]:
-        """Cut ``members`` into buckets by the bytes of their state, and put it to rest. Some stay on their device."""
+        """Cut ``members`` into buckets by the bytes of their state, and put it to rest, except in host memory."""
         buckets: list[_Bucket] = []
         filling: dict[Any, tuple[_Bucket, int]] = {}
         exchanged = {id(p): p for p in _exchanged(optimizer, members)}
@@ -303,13 +280,6 @@ class _Offload:
             device = local_part(p).device
             if is_host(device):
                 self._resident.members.append(member)
-                continue
-            if leaves and self._kept + nbytes <= self.keep_bytes:
-                self._kept += nbytes
-                self._resident.members.append(member)
-                for leaf in filter(_is_movable, leaves):
-                    local = local_part(leaf.tensor)
-                    leaf.replace(torch.empty_like(local, device=device).copy_(local))
                 continue
             nbytes = nbytes or 2 * _largest_bytes(p, _shards(p))
             key = device, p.device_mesh if isinstance(p, DTensor) else None  # the ranks of a mesh cut alike

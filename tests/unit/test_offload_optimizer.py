@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
-from composable_fsdp import Muon, fully_shard, local_optimizer, offload_optimizer, owner_step, reload_optimizer
+from composable_fsdp import Muon, fully_shard, local_optimizer, offload_optimizer, owner_step
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from tests._internals import is_host, optimizer_offloads
@@ -209,37 +209,6 @@ def test_replaced_state_is_freed_before_the_next_update() -> None:
     optimizer = offload(Replacing(model), bucket_bytes=256)
     train(model, optimizer, range(3))
     assert optimizer.alive == [0] * 5 * 3
-
-
-def test_kept_bytes_stay_and_the_rest_moves() -> None:
-    model, expected = squares(8), squares(8)  # 512 bytes of state each
-    plain = torch.optim.AdamW(expected)
-    optimizer = offload(torch.optim.AdamW(model), bucket_bytes=1024, keep_bytes=1600)
-    train(expected, plain)
-    train(model, optimizer)
-    assert_same(tensors_of(model, optimizer), tensors_of(expected, plain))
-    assert len(rests_of(optimizer)) == 3  # of five parameters, after three that are kept
-    is_at_rest = [storage_of(optimizer.state[p]["exp_avg"]) in storages_of(optimizer) for p in model]
-    assert is_at_rest == [False] * 3 + [True] * 5
-    optimizer.load_state_dict(plain.state_dict())
-    assert len(rests_of(optimizer)) == 3
-    assert_same(tensors_of(model, optimizer), tensors_of(expected, plain))
-
-
-def test_a_reloaded_optimizer_has_its_state_in_memory() -> None:
-    expected, model = build(), build()
-    plain = OPTIMIZERS["adamw"](expected)
-    optimizer = offload(OPTIMIZERS["adamw"](model), bucket_bytes=BUCKET)
-    train(expected, plain)
-    train(model, optimizer, range(2))
-    rests = [weakref.ref(rest) for rest in rests_of(optimizer)]
-    assert reload_optimizer(optimizer) is optimizer
-    gc.collect()
-    assert [rest() for rest in rests] == [None] * len(rests)
-    assert rests_of(optimizer) == []
-    train(model, optimizer, range(2, 4))
-    assert rests_of(optimizer) == []
-    assert_same(tensors_of(model, optimizer), tensors_of(expected, plain))
 
 
 def test_an_offloaded_optimizer_is_freed_with_its_state() -> None:
@@ -471,19 +440,15 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(ArgumentTypeError, match=r"^offload_optimizer takes an optimizer, .* not 3\.$"):
         offload_optimizer(cast(Any, 3))
     optimizer = torch.optim.AdamW(model)
-    text = r"^bucket_bytes must be positive and keep_bytes at least 0, not 0 and 0\.$"
+    text = r"^bucket_bytes must be positive, not 0\.$"
     with pytest.raises(ConfigurationError, match=text):
         offload_optimizer(optimizer, bucket_bytes=0)
-    with pytest.raises(ConfigurationError, match=r"not 1 and -1\.$"):
-        offload_optimizer(optimizer, bucket_bytes=1, keep_bytes=-1)
     with pytest.raises(ConfigurationError, match=r"^LBFGS steps all parameters together"):
         offload_optimizer(torch.optim.LBFGS(model))
     text = r"^offload_optimizer keeps state in host memory, so to must be 'cpu', not '/scratch/state': .*no files"
     for folder in ("/scratch/state", Path("/scratch/state")):
         with pytest.raises(ConfigurationError, match=text):
             offload_optimizer(optimizer, cast(Any, folder))
-    with pytest.raises(ConfigurationError, match=r"^this AdamW is not offloaded\. Call offload_optimizer first\.$"):
-        reload_optimizer(optimizer)
     scheduled = torch.optim.AdamW(model)
     torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
     text = r"^the step of this AdamW has been replaced already, .* Call offload_optimizer before anything else"
