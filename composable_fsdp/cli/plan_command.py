@@ -32,9 +32,6 @@ _OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FIGURES = ("tflops", "gbit", "gib", "ranks_per_host")
 
-_SHARE = 0.9
-"""The part of the device's memory above which a sweep marks plans: an allocator needs some beside the peak."""
-
 
 def add_commands(commands: printing.Commands) -> None:
     parser = printing.add_command(commands, "plan", plan_model, has_json=True)
@@ -57,20 +54,15 @@ def add_commands(commands: printing.Commands) -> None:
     add("--recompute", action="store_true", help="recompute the forward of each group")
     add("--offload", action="store_true", help="keep shards and optimizer state in host memory")
     add("--sharded", action="store_true", help="FUNCTION calls fully_shard itself")
-    add("--sweep", action="store_true", help="try resharding and recomputation on and off")
 
 
-def plan_model(model: str, batch: str, mesh: str, device: str, sweep: bool, as_json: bool, **given: Any) -> int:
+def plan_model(model: str, batch: str, mesh: str, device: str, as_json: bool, **given: Any) -> int:
     """Tell if a model fits and how fast it would train, without its memory and without other ranks.
 
-    Builds the model and runs it on tensors without memory, on one core. Exit code 1 if it does not fit. Then, and with
-    --sweep, the last line is the cheapest set of options that fits: the one with the shortest step.
+    Builds the model and runs it on tensors without memory, on one core. Exit code 1 if it does not fit. Then the last
+    line is the cheapest set of options that fits: the one with the shortest step.
 
-    Examples:
-
-      composable-fsdp plan train.py:build --batch 4x2048 --mesh 8x64 --device h100-80gb
-
-      composable-fsdp plan train.py:build --mesh 1024 --sweep
+    Example: composable-fsdp plan train.py:build --batch 4x2048 --mesh 8x64 --device h100-80gb
     """
     if batch.isdecimal():
         raise ConfigurationError(
@@ -87,7 +79,8 @@ def plan_model(model: str, batch: str, mesh: str, device: str, sweep: bool, as_j
         figures = {name: given[name] for name in _FIGURES if given[name] is not None}
         options: dict[str, Any] = {"mesh": mesh, "device": replace(as_accelerator(device), **figures)}
         options["optimizer"] = getattr(torch.optim, _OPTIMIZERS[given["optimizer"]])
-        every: dict[str, Sequence[Any]] = {"recompute": [False, True]}
+        # Without recomputation less memory is needed only if parameters were kept after forward.
+        every: dict[str, Sequence[Any]] = {"recompute": [False, True] if given["reshard"] == "false" else [True]}
         if not given["sharded"]:
             if policy := _POLICIES[given["policy"]]:
                 options["policy"] = getattr(wrap, policy)()
@@ -96,25 +89,21 @@ def plan_model(model: str, batch: str, mesh: str, device: str, sweep: bool, as_j
             options["offload_policy"] = CPUOffloadPolicy() if given["offload"] else None
             every["reshard_after_forward"] = [True, False]
         options = {name: value for name, value in options.items() if value is not None}
-        found = tried = plan.sweep(build, batch, every if sweep else {"recompute": [given["recompute"]]}, **options)
-        best = found[0][1]
+        made = plan.plan(build, batch, recompute=given["recompute"], **options)
         if as_json:
-            every_plan = [{"settings": each, **made.as_dict()} for each, made in found]
-            printing.show_json(every_plan if sweep else best.as_dict())
-            return int(not best.fits)
-        printing.show(_table(found) if sweep else str(best))
-        if not best.fits:
-            sys.stdout.flush()
-            printing.show_error("planning with other options, which takes as long for each ...")
-            if not sweep:  # without recomputation less memory is needed only if parameters were kept after forward
-                every["recompute"] = [False, True] if given["reshard"] == "false" else [True]
-                tried = plan.sweep(build, batch, every, **options)
-            if not (tried[0][1].fits or given["sharded"] or given["offload"]):
-                every |= {"reshard_after_forward": [True], "offload_policy": [CPUOffloadPolicy()]}
-                tried = plan.sweep(build, batch, every, **options)
-    if sweep or not best.fits:
-        printing.show(f"\n{_cheapest(*tried[0])}")
-    return int(not best.fits)
+            printing.show_json(made.as_dict())
+            return int(not made.fits)
+        printing.show(str(made))
+        if made.fits:
+            return 0
+        sys.stdout.flush()
+        printing.show_error("planning with other options, which takes as long for each ...")
+        tried = plan.sweep(build, batch, every, **options)
+        if not (tried[0][1].fits or given["sharded"] or given["offload"]):
+            every |= {"reshard_after_forward": [True], "offload_policy": [CPUOffloadPolicy()]}
+            tried = plan.sweep(build, batch, every, **options)
+    printing.show(f"\n{_cheapest(*tried[0])}")
+    return 1
 
 
 def _cheapest(settings: Mapping[str, Any], made: Plan) -> str:
@@ -129,21 +118,6 @@ def _cheapest(settings: Mapping[str, Any], made: Plan) -> str:
     memory, step = size_text(made.peak_bytes), time_text(made.seconds)
     text = " ".join(flags) or "without --recompute"
     return f"cheapest set that fits: {text} ({memory}, {100 * made.share:.0f} %, {step} per step)"
-
-
-def _table(found: Sequence[tuple[Mapping[str, Any], Plan]]) -> str:
-    from composable_fsdp.plan.plan_values import size_text, time_text
-
-    best = found[0][1]
-    rows = []
-    for settings, made in found:
-        text = ", ".join(f"{name}={value}" for name, value in settings.items())
-        fits = ("yes" if made.share <= _SHARE else f"yes, above {100 * _SHARE:.0f} %") if made.fits else "no"
-        figures = (size_text(made.peak_bytes), time_text(made.seconds), time_text(made.exposed))
-        rows.append((text, fits, *figures))
-    summary, numbers = best.summary(), ("memory", "step", "exposed")
-    title = f"{best.model} on {summary['job']}: {summary['dtypes']}"
-    return f"{title}\n{printing.text_table(('settings', 'fits', *numbers), rows, numbers)}"
 
 
 @contextmanager

@@ -407,19 +407,6 @@ def test_the_functions_of_classes_build_models(run: Callable[..., Done], program
     )
 
 
-def test_a_sweep_marks_plans_and_ends_with_the_cheapest(run: Callable[..., Done], program: Path) -> None:
-    shown = run(f"{program}:build", *OPTIONS, "--sweep")
-    assert shown.exit_code == 0, shown
-    lines = shown.stdout.splitlines()
-    assert "2x4 ranks of h100-80gb, 8 per host: float32 shards, bfloat16" in lines[0]
-    rows = [re.split("  +", line) for line in lines[2:6]]
-    assert {row[0] for row in rows} == {
-        f"recompute={one}, reshard_after_forward={two}" for one in (True, False) for two in (True, False)
-    }
-    assert {row[1] for row in rows} == {"yes"}
-    assert re.fullmatch(r"cheapest set that fits: --reshard (true|false) \(.* MiB, 0 %, .* ms per step\)", lines[-1])
-
-
 @pytest.fixture(name="peaks")
 def _peaks(made: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The parts of the device's memory that plans take, by the end of the settings' text. Nothing is planned."""
@@ -437,7 +424,11 @@ def _peaks(made: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
             found.append((each, replace(made, device=common["device"], seconds=seconds, peak_bytes=peak)))
         return sorted(found, key=lambda pair: (not pair[1].fits, pair[1].seconds))
 
+    def plan(build: object, batch: object, *, recompute: bool, **common: Any) -> Plan:
+        return sweep(build, batch, {"recompute": [recompute]}, **common)[0][1]
+
     monkeypatch.setattr("composable_fsdp.plan.sweep", sweep)
+    monkeypatch.setattr("composable_fsdp.plan.plan", plan)
     return shares
 
 
