@@ -131,12 +131,9 @@ _Key = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A call or a statement that a fault leaves out.
-
-    ``path``: the file, in the package. ``function``: the qualified name of the outermost function. ``text``: the call,
-    or what takes the place of a statement. ``number``: the position of the call among the calls in the function; the
-    position in :data:`OWNED` if negative.
-    """
+    """A call or a statement that a fault leaves out. ``path``: the file, in the package. ``function``: the qualified
+    name of the outermost function. ``text``: the call, or what takes the place of a statement. ``number``: the position
+    of the call among the calls in the function; the position in :data:`OWNED` if negative."""
 
     path: str
     function: str

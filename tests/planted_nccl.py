@@ -175,9 +175,7 @@ def destroy_in_a_thread(device: SimulatedAccelerator, contract: Contract, broken
 
 def capture_a_step(before: Callable[[Any], object], inside: Callable[[Any], object]) -> Program:
     """Return a program that captures a step of the library, and if it is broken, calls ``inside`` in the capture.
-
-    ``before``: called with the model before the capture. ``inside`` gets what it returns.
-    """
+    ``before``: called with the model before the capture. ``inside`` gets what it returns."""
 
     def run(device: SimulatedAccelerator, contract: Contract, broken: bool) -> None:
         with alone() as mesh:

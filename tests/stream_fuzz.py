@@ -56,11 +56,8 @@ def alone(world_size: int, rank: int) -> Iterator[Meshes]:
 
 
 def problems_of(program: Program, meshes: Meshes, orders: int) -> list[str]:
-    """Train ``program``. Return its races, and what differs in ``orders`` other orders.
-
-    Losses have no tangents here: the simulated accelerator follows memory, and forward-mode derivatives are made of
-    zeros without any.
-    """
+    """Train ``program``. Return its races, and what differs in ``orders`` other orders. Losses have no tangents here:
+    the simulated accelerator follows memory, and forward-mode derivatives are made of zeros without any."""
     program = replace(program, steps=tuple(replace(step, tangents=False) for step in program.steps))
     key = program.mesh, program.placing
     if key not in meshes:
@@ -75,10 +72,8 @@ def problems_of(program: Program, meshes: Meshes, orders: int) -> list[str]:
 
 
 def run_draw(draw: int, numbers: Sequence[int], orders: int, state: Path, end: float, variant: str = "") -> None:
-    """Run the programs of a draw with these numbers until a time, and write a line for each.
-
-    ``variant``: that of a stand-in for NCCL, or an empty text for the backend of the simulated accelerator.
-    """
+    """Run the programs of a draw with these numbers until a time, and write a line for each. ``variant``: that of a
+    stand-in for NCCL, or an empty text for the backend of the simulated accelerator."""
     settings.register_profile("default", deadline=None)  # as in tests/conftest.py: a busy machine draws slowly
     settings.load_profile("default")
     world_size = 4 if draw % IN_FOUR == IN_FOUR - 1 else 2

@@ -163,11 +163,8 @@ CODECS = (Int8(), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16
 
 
 def encode_as_on_cpu(device: str) -> None:
-    """Compare encode and decode of every codec with CPU.
-
-    The last bit of a division depends on the device, and so does the last bit of a scale. A value that lies between two
-    codes may then get the other one, which is rare.
-    """
+    """Compare encode and decode of every codec with CPU. The last bit of a division depends on the device, and so does
+    the last bit of a scale. A value that lies between two codes may then get the other one, which is rare."""
     rows = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 8, 5000)
     rows[2, 7] = torch.nan
     with without_warnings_of_torch():

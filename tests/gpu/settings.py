@@ -218,10 +218,8 @@ def save_in_background(device: str, folder: Path) -> None:
 
 
 def wait_for_a_missing_rank(device: str, seconds: float) -> str:
-    """Have the last rank leave out a step. Return the error of this rank, and the seconds until it was raised.
-
-    NCCL ends the process after ``seconds`` on its own.
-    """
+    """Have the last rank leave out a step. Return the error of this rank, and the seconds until it was raised. NCCL
+    ends the process after ``seconds`` on its own."""
     mesh = mesh_on(device, timeout=timedelta(seconds=seconds))
     model = shard_layers(TASK.build(), fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     for number in range(2):

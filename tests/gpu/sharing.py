@@ -15,11 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def set_device() -> None:
-    """Set the device of this rank. Call it before the first collective.
-
-    NCCL refuses two ranks of one host on one GPU. Where ranks share a GPU, each gets another name of its host, so that
-    they communicate through sockets, as ranks of several hosts do. Their kernels take turns on the GPU.
-    """
+    """Set the device of this rank. Call it before the first collective. NCCL refuses two ranks of one host on one GPU.
+    Where ranks share a GPU, each gets another name of its host, so that they communicate through sockets, as ranks of
+    several hosts do. Their kernels take turns on the GPU."""
     rank, count = dist.get_rank(), torch.cuda.device_count()
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % count)
     if int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) > count:
@@ -27,10 +25,8 @@ def set_device() -> None:
 
 
 def mesh_on(device: str, *names: str, timeout: timedelta | None = None) -> DeviceMesh:
-    """Return a mesh of all ranks, each on its own device: of one dim, or of two dims, with these names.
-
-    The first of two dims has two ranks, and the second one the others.
-    """
+    """Return a mesh of all ranks, each on its own device: of one dim, or of two dims, with these names. The first of
+    two dims has two ranks, and the second one the others."""
     if device == "cuda":
         set_device()
     backends = f"cpu:gloo,{device}:{dist.Backend.default_device_backend_map[device]}"

@@ -22,12 +22,10 @@ def write_ids_and_wait(file: str) -> None:
 
 
 def main(how: str, folder: str) -> None:
-    """Run ranks until the end of this program, or until a signal ends it.
-
-    ``how``: ``"new"`` waits for a rank of the public ``run_ranks``, ``"kept"`` for one of the tests' ``run_ranks``
-    while another is stopped, and ``"end"`` ends with ranks that are stopped. ``folder``: gets the file ``waiting`` with
-    the ids of :func:`write_ids_and_wait`, and ``stopped`` with those of the processes that are stopped.
-    """
+    """Run ranks until the end of this program, or until a signal ends it. ``how``: ``"new"`` waits for a rank of the
+    public ``run_ranks``, ``"kept"`` for one of the tests' ``run_ranks`` while another is stopped, and ``"end"`` ends
+    with ranks that are stopped. ``folder``: gets the file ``waiting`` with the ids of :func:`write_ids_and_wait`, and
+    ``stopped`` with those of the processes that are stopped."""
     waiting = str(Path(folder, "waiting"))
     if how == "new":
         testing.run_ranks(write_ids_and_wait, 1, waiting)

@@ -18,12 +18,8 @@ COMMUNICATORS = (GlooCommunicator, SharedMemoryCommunicator, FakeCommunicator)
 
 @contextmanager
 def counted_collectives() -> Iterator[Counter[str]]:
-    """Count the calls of each collective of all groups inside the context.
-
-    Collectives that compare ranks are counted separately.
-
-    ``"reduced"`` counts the messages of all reduce-scatters.
-    """
+    """Count the calls of each collective of all groups inside the context. Collectives that compare ranks are counted
+    separately. ``"reduced"`` counts the messages of all reduce-scatters."""
     counts: Counter[str] = Counter()
 
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:

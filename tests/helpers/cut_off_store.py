@@ -14,13 +14,10 @@ T = TypeVar("T")
 
 
 class PartitionableStore(dist.Store):
-    """A store that forwards to ``base`` until this rank is cut off, for ``init_process_group(store=...)``. Final.
-
-    While cut off, every call waits, and raises ``dist.DistNetworkError``, a ``RuntimeError``, after ``seconds``. Clones
-    are cut off together with their original.
-
-    ``base``: any store. ``seconds``: the time for which a call waits for the store to answer again.
-    """
+    """A store that forwards to ``base`` until this rank is cut off, for ``init_process_group(store=...)``. Final. While
+    cut off, every call waits, and raises ``dist.DistNetworkError``, a ``RuntimeError``, after ``seconds``. Clones are
+    cut off together with their original. ``base``: any store. ``seconds``: the time for which a call waits for the
+    store to answer again."""
 
     def __init__(self, base: dist.Store, seconds: float = 300.0) -> None:
         super().__init__()

@@ -39,10 +39,8 @@ X = torch.ones(4, 8)
 
 def remaining_objects(case: Callable[[], tuple[object, ...]]) -> list[str]:
     """Return the objects of ``case`` that remain in memory after they are dropped, with the garbage collector disabled.
-
     The objects are modules, the library's state of the modules, the memory of shards, and other objects that the case
-    returns. If any remain, the case runs again, because torch may keep memory from the first run.
-    """
+    returns. If any remain, the case runs again, because torch may keep memory from the first run."""
     return _remaining_after(case) and _remaining_after(case)
 
 

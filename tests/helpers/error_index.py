@@ -123,11 +123,8 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class IndexedError:
-    """An error or warning that the package can raise.
-
-    ``kind``: the name of its class. ``place``: the file that raises it, in the package. ``text``: its text, with ``…``
-    for parts that are not known before.
-    """
+    """An error or warning that the package can raise. ``kind``: the name of its class. ``place``: the file that raises
+    it, in the package. ``text``: its text, with ``…`` for parts that are not known before."""
 
     kind: str
     place: str

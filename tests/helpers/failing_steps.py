@@ -24,16 +24,14 @@ DEPTH = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """A point at which a step fails, and how the model is trained.
-
-    ``point``: the operation that fails. ``"before"`` and ``"after"`` are hooks around the forward of a layer,
-    ``"backward"`` is a hook on its output, and ``"gradient"`` a hook on its gradients. ``"encode"`` and ``"decode"``
-    are calls of a codec, ``"operation"`` is a launch, and ``"allocation"`` allocates full parameters. ``index``: the
-    index of the layer, call, operation or allocation, modulo their number. ``microbatch``: the microbatch that fails,
-    modulo the number of microbatches. ``alone``: if true, the failure is injected on the last rank only. ``encoded``:
-    if true, parameters and gradients are encoded. ``feedback``: if true, gradients are encoded with error feedback, and
-    shards of gradients are accumulated. ``hybrid``: if true, four ranks train, and shards are replicated.
-    """
+    """A point at which a step fails, and how the model is trained. ``point``: the operation that fails. ``"before"``
+    and ``"after"`` are hooks around the forward of a layer, ``"backward"`` is a hook on its output, and ``"gradient"``
+    a hook on its gradients. ``"encode"`` and ``"decode"`` are calls of a codec, ``"operation"`` is a launch, and
+    ``"allocation"`` allocates full parameters. ``index``: the index of the layer, call, operation or allocation, modulo
+    their number. ``microbatch``: the microbatch that fails, modulo the number of microbatches. ``alone``: if true, the
+    failure is injected on the last rank only. ``encoded``: if true, parameters and gradients are encoded. ``feedback``:
+    if true, gradients are encoded with error feedback, and shards of gradients are accumulated. ``hybrid``: if true,
+    four ranks train, and shards are replicated."""
 
     point: str
     index: int
@@ -100,9 +98,6 @@ def gradients(model: Any, plan: Plan, number: int, around: Callable[[], Any] | N
                 model(batch(number, microbatch)).square().mean().backward()
         else:
             model(batch(number, microbatch)).square().mean().backward()
-
-
-# -- points
 
 
 def fail(*_: object) -> None:

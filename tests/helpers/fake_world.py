@@ -84,14 +84,10 @@ class FakeWork:
 
 
 class FakeWorld:
-    """The ranks of one mesh axis, simulated.
-
-    A reduction adds in rank order. Floats narrower than fp32 are added in fp32 and rounded once at the end, everything
-    else in its own dtype. Data are written below autograd, so version counters do not change.
-
-    Memory does not grow with the square of ``size``: in addition to the callers' tensors, one full tensor exists at a
-    time.
-    """
+    """The ranks of one mesh axis, simulated. A reduction adds in rank order. Floats narrower than fp32 are added in
+    fp32 and rounded once at the end, everything else in its own dtype. Data are written below autograd, so version
+    counters do not change. Memory does not grow with the square of ``size``: in addition to the callers' tensors, one
+    full tensor exists at a time."""
 
     def __init__(self, size: int, **traits: Any) -> None:
         """Create a world of ``size`` ranks whose communicators have ``traits`` besides averages and coalescing."""
@@ -133,12 +129,9 @@ class FakeWorld:
 
 @dataclass(frozen=True, slots=True)
 class FakeCommunicator:
-    """The communicator of one rank, made by :meth:`FakeWorld.communicator`.
-
-    Every method raises ``ConfigurationError`` for tensors that the ``Communicator`` protocol does not allow,
-    ``UnsupportedError`` for an average that the world does not support, and :class:`MismatchError` if another rank
-    launched something else at the same position.
-    """
+    """The communicator of one rank, made by :meth:`FakeWorld.communicator`. Every method raises ``ConfigurationError``
+    for tensors that the ``Communicator`` protocol does not allow, ``UnsupportedError`` for an average that the world
+    does not support, and :class:`MismatchError` if another rank launched something else at the same position."""
 
     world: FakeWorld
     rank: int

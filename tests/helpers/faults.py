@@ -80,9 +80,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> No
         optimizer.zero_grad()
 
 
-# -- faults of the last rank, as contexts around a step
-
-
 @contextmanager
 def _inject(model: nn.Module, effect: Effect, label: str) -> Iterator[None]:
     with inject_faults(model, Fault(effect, label, rank=dist.get_world_size() - 1)):
@@ -218,9 +215,6 @@ def save_on_full_disk(folder: str, model: nn.Module) -> None:
         save(folder, model)
 
 
-# -- errors of the other ranks
-
-
 @dataclass(frozen=True)
 class RaisedError:
     """The error that a rank raised in the step with the fault, and the seconds until then."""
@@ -246,9 +240,6 @@ def error_of(function: Callable[[], None]) -> RaisedError:
     except BaseException as error:
         return RaisedError(type(error).__name__, str(error), time.monotonic() - begin)
     return RaisedError("", "", time.monotonic() - begin)
-
-
-# -- as a program
 
 
 def run_as_program(fault: str, rank: int, folder: Path) -> None:

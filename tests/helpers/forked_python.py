@@ -46,9 +46,7 @@ os._exit(code)
 @contextmanager
 def forked_python(folder: Path, enter: Sequence[str] = ()) -> Iterator[dict[str, str]]:
     """Yield variables with which shells and torchrun find the executable ``python``, which is made in ``folder``.
-
-    ``enter``: words before a command that let it run on the host of the job.
-    """
+    ``enter``: words before a command that let it run on the host of the job."""
     path, executable = folder / "socket", folder / "python"
     executable.write_text(CLIENT.format(python=sys.executable, path=str(path)))
     executable.chmod(0o755)

@@ -43,11 +43,9 @@ def run_program(program: str, *arguments: str | Path) -> subprocess.CompletedPro
 
 
 class Program:
-    """A module that runs as ``python -m`` does, until it ends or a signal ends it.
-
-    ``outputs``: the files that its stdout and stderr are appended to. ``environment``: variables in addition to those
-    of this process when it first ran a program.
-    """
+    """A module that runs as ``python -m`` does, until it ends or a signal ends it. ``outputs``: the files that its
+    stdout and stderr are appended to. ``environment``: variables in addition to those of this process when it first ran
+    a program."""
 
     def __init__(
         self, name: str, *arguments: str | Path, outputs: tuple[Path, Path], environment: Mapping[str, str]
@@ -76,13 +74,10 @@ def run_script_on_ranks(
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Run a script on ``ranks`` processes with the variables of torchrun, and return their stdout and stderr.
-
-    ``environment`` has variables in addition to these, and to those of this process when it first ran a program.
-
-    It saves the launcher, and the import of torch in each process, which take most of the time of a short example. The
+    ``environment`` has variables in addition to these, and to those of this process when it first ran a program. It
+    saves the launcher, and the import of torch in each process, which take most of the time of a short example. The
     exit codes must be 0. If one is not, or after ``timeout`` seconds, the other processes are killed. With ``fails``,
-    one must not be, and the others end by themselves.
-    """
+    one must not be, and the others end by themselves."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as the agent of torchrun has it
     path = ROOT / script
     program = (
@@ -113,10 +108,8 @@ def _run(
     *,
     waits: bool = False,
 ) -> list[int]:
-    """Run a program in a process for each of ``environments``, and return the exit codes.
-
-    With ``waits``, the failure of one does not kill the others.
-    """
+    """Run a program in a process for each of ``environments``, and return the exit codes. With ``waits``, the failure
+    of one does not kill the others."""
     return _ask(_request(program, arguments, outputs, environments) | {"seconds": seconds, "waits": waits})
 
 

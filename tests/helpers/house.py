@@ -75,9 +75,7 @@ def _is_declaration(statement: ast.stmt) -> bool:
 
 def imported_by(path: str) -> set[str]:
     """Return the files that importing the file ``path`` reads, itself included. ``TYPE_CHECKING`` blocks do not count.
-
-    The ``__init__.py`` of the package itself does not count: it imports everything.
-    """
+    The ``__init__.py`` of the package itself does not count: it imports everything."""
     seen: set[str] = set()
     left = [path]
     while left:
@@ -109,9 +107,7 @@ def _at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def class_fields() -> Counter[str]:
     """Return the number of fields of each class: attributes that it gives ``self``, and annotated class attributes.
-
-    Classes of the same name count as the widest of them.
-    """
+    Classes of the same name count as the widest of them."""
     fields: Counter[str] = Counter()
     for tree in trees().values():
         for node in ast.walk(tree):
@@ -153,10 +149,8 @@ def loops_over_sets() -> list[str]:
 
 
 def lines_over_sets(source: str) -> set[int]:
-    """Return the lines with a loop over a set, or over a name that its function binds to one.
-
-    A loop whose result has no order, such as that of ``any`` or of a set comprehension, does not count.
-    """
+    """Return the lines with a loop over a set, or over a name that its function binds to one. A loop whose result has
+    no order, such as that of ``any`` or of a set comprehension, does not count."""
     found: set[int] = set()
     for function in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)):
         bound = [(node.targets[0], node.value) for node in ast.walk(function) if isinstance(node, ast.Assign)]

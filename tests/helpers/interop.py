@@ -160,9 +160,6 @@ class World:
             ).square().mean().backward()
 
 
-# -- what is compared
-
-
 def full(value: Any) -> Any:
     """Return a copy of the full values, of 8-bit state its values: it can be gathered along dim 0 only."""
     if isinstance(value, DTensor):
@@ -232,17 +229,12 @@ def differences(found: Any, wanted: Any, path: str = "") -> Iterator[str]:
         yield f"{path} is {found!r}, not {wanted!r}"
 
 
-# -- ways
-
-
 @dataclass(frozen=True)
 class Way:
-    """How state gets from a ``source`` to a ``target``.
-
-    ``by`` is "save" (ours, read by ``dcp.load`` and ``set_state_dict``), "load" (ours, of what ``get_state_dict`` and
-    ``dcp.save`` wrote), "own" (``save`` and ``load``), "dcp" (torch's functions only), "dict" (``get_state_dict`` and
-    ``set_state_dict``) or "full" (these of the unsharded model, and our full state dicts).
-    """
+    """How state gets from a ``source`` to a ``target``. ``by`` is "save" (ours, read by ``dcp.load`` and
+    ``set_state_dict``), "load" (ours, of what ``get_state_dict`` and ``dcp.save`` wrote), "own" (``save`` and
+    ``load``), "dcp" (torch's functions only), "dict" (``get_state_dict`` and ``set_state_dict``) or "full" (these of
+    the unsharded model, and our full state dicts)."""
 
     by: str
     source: str
@@ -321,10 +313,8 @@ COLUMNS = [
 
 
 def outcome(world: World, name: str, way: Way, form: str, folder: Path) -> list[str]:
-    """Return what is not the same in source and target after the exchange, or after one more step of both.
-
-    Both take that step with the gradients of the source: transports add those of four ranks in different orders.
-    """
+    """Return what is not the same in source and target after the exchange, or after one more step of both. Both take
+    that step with the gradients of the source: transports add those of four ranks in different orders."""
     source, target = world.source(way.source, name), world.built(way.target, name, lr=9.0, seed=1)
     before = everything(source)
     texts: list[str] = []
@@ -362,9 +352,6 @@ def _give_gradients(source: nn.Module, target: nn.Module) -> None:
             everywhere = DTensor.from_local(found, other.device_mesh, [Replicate()] * other.device_mesh.ndim)
             found = everywhere.redistribute(placements=other.placements)
         other.grad = found
-
-
-# -- what is known not to be the same
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,9 @@ def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], 
 
 
 def assert_sent_layout(layout: GatherLayout | ReduceLayout, itemsize: int, *, encoded: bool = False) -> None:
-    """Check the segments of a store, or of the output of a reduction.
-
-    ``range(packed_numel)`` holds only the packed segments, and flags after them. All are aligned, or none of these has
-    a gap: so it is exactly if gaps would add more than ``MOST_PADDING`` and nothing is encoded.
-    """
+    """Check the segments of a store, or of the output of a reduction. ``range(packed_numel)`` holds only the packed
+    segments, and flags after them. All are aligned, or none of these has a gap: so it is exactly if gaps would add more
+    than ``MOST_PADDING`` and nothing is encoded."""
     segments = layout.store if isinstance(layout, GatherLayout) else layout.output
     lengths, step = [s.padded_numel for s in layout.shards], ALIGNMENT_BYTES // itemsize
     packed, offsets, numbers = list(layout.packed), list(segments.offsets), range(len(lengths))

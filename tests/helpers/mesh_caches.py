@@ -5,9 +5,7 @@ from __future__ import annotations
 
 def forget_meshes() -> None:
     """Clear DTensor caches: they are keyed by *equal* meshes, and would return earlier meshes with destroyed groups.
-
-    They also keep the threads of these groups alive: three for each, of which gloo's wakes 100 times per second.
-    """
+    They also keep the threads of these groups alive: three for each, of which gloo's wakes 100 times per second."""
     from torch.distributed.tensor import _collective_utils, _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

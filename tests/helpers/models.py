@@ -140,13 +140,11 @@ class AdaptedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """A model with its data and loss.
-
-    ``build``: a function that makes the model, with the same values in every call on every rank. ``batch``: a function
-    from a seeded generator to the inputs and the target. ``criterion``: a function from output and target to the loss.
-    ``eps``: AdamW's ``eps``. AdamW amplifies the rounding of gradients near zero by up to ``lr / eps``. With some
-    100,000 gradients, a smaller ``eps`` exceeds the tolerance of parameters on some processors.
-    """
+    """A model with its data and loss. ``build``: a function that makes the model, with the same values in every call on
+    every rank. ``batch``: a function from a seeded generator to the inputs and the target. ``criterion``: a function
+    from output and target to the loss. ``eps``: AdamW's ``eps``. AdamW amplifies the rounding of gradients near zero by
+    up to ``lr / eps``. With some 100,000 gradients, a smaller ``eps`` exceeds the tolerance of parameters on some
+    processors."""
 
     build: Callable[[], Any]
     batch: Callable[[torch.Generator], Batch]
@@ -212,10 +210,8 @@ TASKS = {
 
 
 def shard_layers(model: nn.Module, fully_shard: Callable[..., Any], *, fuses: object = True, **options: Any) -> Any:
-    """Apply ``fully_shard`` to every module in ``model.layers``, then to the model.
-
-    The groups are small enough to be fused. Fusing is disabled unless ``fuses`` is true.
-    """
+    """Apply ``fully_shard`` to every module in ``model.layers``, then to the model. The groups are small enough to be
+    fused. Fusing is disabled unless ``fuses`` is true."""
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, **options)
     fully_shard(model, **options)

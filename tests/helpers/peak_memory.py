@@ -65,11 +65,9 @@ def size_of(reference: StorageWeakRef) -> int:
 
 
 class LiveStorages:
-    """Finds storages that were allocated after this object and that a tensor still uses. Sizes are in bytes.
-
-    Staging memory of messages is not counted. It is mapped from files and shared by all groups, and only written pages
-    take memory. ``test_shared_memory_transport.py`` shows that it is bounded.
-    """
+    """Finds storages that were allocated after this object and that a tensor still uses. Sizes are in bytes. Staging
+    memory of messages is not counted. It is mapped from files and shared by all groups, and only written pages take
+    memory. ``test_shared_memory_transport.py`` shows that it is bounded."""
 
     def __init__(self) -> None:
         gc.collect()

@@ -96,12 +96,10 @@ def on_ranks(
     transports: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     timeout: float = 60.0,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the body of a test on each rank, for each number of ranks and each of ``transports``, which have names.
-
-    It is the innermost decorator. Fixtures and parameters are values that can be pickled, made once for all ranks. A
-    name in place of ``sizes`` or ``environment`` is that of a parameter of the test, which the body need not take: a
-    number of ranks or the shape of their mesh, and an environment or the name of a transport.
-    """
+    """Run the body of a test on each rank, for each number of ranks and each of ``transports``, which have names. It is
+    the innermost decorator. Fixtures and parameters are values that can be pickled, made once for all ranks. A name in
+    place of ``sizes`` or ``environment`` is that of a parameter of the test, which the body need not take: a number of
+    ranks or the shape of their mesh, and an environment or the name of a transport."""
     size = next((name for name in sizes if isinstance(name, str)), "world_size")
     variables = environment if isinstance(environment, str) else "transport"
 
@@ -169,11 +167,9 @@ def _all_returned(outcomes: Collection[Outcome]) -> bool:
 
 
 class RankPool:
-    """``size`` processes that have ``environment`` in addition to their parent's. Final.
-
-    The caller may ``pause`` it until the next call, which begins with ``reset``. If a process fails, the caller must
-    ``kill`` the pool: a failed collective leaves ranks out of step.
-    """
+    """``size`` processes that have ``environment`` in addition to their parent's. Final. The caller may ``pause`` it
+    until the next call, which begins with ``reset``. If a process fails, the caller must ``kill`` the pool: a failed
+    collective leaves ranks out of step."""
 
     def __init__(self, size: int, environment: Mapping[str, str]) -> None:
         self.ranks: list[RankProcess] = []
@@ -202,10 +198,8 @@ class RankPool:
 
     def pause(self) -> None:
         """Stop all processes. Threads of gloo, watchdogs and stores wake all the time otherwise: 3 ms per second each.
-
         If the caller is killed, their template ends, and the system ends them: it hangs up and continues stopped
-        processes whose parent ends.
-        """
+        processes whose parent ends."""
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:

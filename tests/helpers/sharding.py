@@ -72,10 +72,8 @@ def assert_sharded(
     module: nn.Module, values: Mapping[str, torch.Tensor], mesh: DeviceMesh, dims: Mapping[str, int] | None = None
 ) -> None:
     """Check that every parameter is a DTensor, sharded on its dim (default 0) over the last dim of ``mesh``.
-
     ``module``: the sharded module. ``values``: the parameters before sharding, in order. ``mesh``: a 1-d mesh, or a 2-d
-    mesh whose first dim replicates. ``dims``: the non-negative dims of parameters that are not sharded on dim 0.
-    """
+    mesh whose first dim replicates. ``dims``: the non-negative dims of parameters that are not sharded on dim 0."""
     fulls = values_of(module)
     assert list(fulls) == list(values)
     coordinate = mesh.get_coordinate()
@@ -124,10 +122,8 @@ def train_and_compare(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Train ``model`` on this rank's batches, and ``reference`` on the average gradient of all ranks' batches.
-
-    Losses and gradients must be equal at every step, and parameters at the end. The default tolerance is the dtype's.
-    """
+    """Train ``model`` on this rank's batches, and ``reference`` on the average gradient of all ranks' batches. Losses
+    and gradients must be equal at every step, and parameters at the end. The default tolerance is the dtype's."""
 
     def assert_close_or_none(actual: torch.Tensor | None, expected: torch.Tensor | None, label: str) -> None:
         assert (actual is None) == (expected is None), label

@@ -43,9 +43,7 @@ class Counted(nn.Linear):
 
 class Everything(nn.Module):
     """Has uneven layers, a tied weight, a shared module, an ignored one, buffers of both kinds, and extra state.
-
-    ``flag`` has one row, so that with several ranks some shards are empty.
-    """
+    ``flag`` has one row, so that with several ranks some shards are empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,11 +67,9 @@ build = seeded(Everything)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh | None = None, *, wrap: str = "", **options: Any) -> nn.Module:
-    """Apply ``fully_shard`` to a pair of layers, to another layer, and to the root.
-
-    ``wrap``: ``before`` and ``after`` apply activation checkpointing to two layers, before or after they are sharded.
-    ``compiled`` replaces two layers by the results of ``torch.compile``.
-    """
+    """Apply ``fully_shard`` to a pair of layers, to another layer, and to the root. ``wrap``: ``before`` and ``after``
+    apply activation checkpointing to two layers, before or after they are sharded. ``compiled`` replaces two layers by
+    the results of ``torch.compile``."""
     layers: Any = model.get_submodule("layers")
 
     def replace_layer(index: int, wrapped: Callable[[nn.Module], Any]) -> None:

@@ -94,14 +94,12 @@ def train(
     updates_on: Callable[[Any], AbstractContextManager[object]] = nullcontext,
     **options: Any,
 ) -> None:
-    """Train some steps, the second of which runs twice without synchronizing gradients.
-
-    ``prepare``: called with the sharded model. ``between``: called with the model after each step. ``kind``: a tensor
-    class for the weights. ``build``: makes the model from three modules. ``steps``: the number of steps. ``earlier``:
-    the number of backwards before the last one, by step. ``hold``: the setter of what these leave out.
-    ``make_optimizer``: makes the optimizer. AdamW reads its number of steps on the host, which waits for all work.
-    ``updates_on``: makes the context of the optimizer's steps from the model.
-    """
+    """Train some steps, the second of which runs twice without synchronizing gradients. ``prepare``: called with the
+    sharded model. ``between``: called with the model after each step. ``kind``: a tensor class for the weights.
+    ``build``: makes the model from three modules. ``steps``: the number of steps. ``earlier``: the number of backwards
+    before the last one, by step. ``hold``: the setter of what these leave out. ``make_optimizer``: makes the optimizer.
+    AdamW reads its number of steps on the host, which waits for all work. ``updates_on``: makes the context of the
+    optimizer's steps from the model."""
     torch.manual_seed(0)
     model: Any = build(*(Block() for _ in range(3)))
     if kind is not None:

@@ -39,10 +39,8 @@ class Closed(torch.Tensor):
 
 
 class Coded(torch.Tensor):
-    """Holds codes, a scale for each row and each column, packed blocks across rows, and an optional note.
-
-    Blocks span rows, so a shard with an odd number of rows packs its blocks again.
-    """
+    """Holds codes, a scale for each row and each column, packed blocks across rows, and an optional note. Blocks span
+    rows, so a shard with an odd number of rows packs its blocks again."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, *others: Any, **more: Any) -> Any:
@@ -136,10 +134,8 @@ def _num_blocks(codes: torch.Tensor) -> int:
 
 
 class Blocked(torch.Tensor):
-    """Int8 codes with a scale for each 8 values in memory order, which may span rows. It quantizes in ``copy_``.
-
-    As torchao's signed 8-bit codes, its codes have no -1, so that quantizing again changes values.
-    """
+    """Int8 codes with a scale for each 8 values in memory order, which may span rows. It quantizes in ``copy_``. As
+    torchao's signed 8-bit codes, its codes have no -1, so that quantizing again changes values."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scales: torch.Tensor, note: Any = None) -> Any:

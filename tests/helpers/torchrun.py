@@ -20,13 +20,10 @@ def torchrun(
     timeout: float = 200,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Run ``program``, check that its exit code is 0, and return its stdout and stderr.
-
-    ``program``: the path of the program, relative to the root. ``flags``: the arguments of the program. ``launcher``:
-    the arguments of torchrun, such as ``("--max-restarts", "2")``. ``timeout``: the seconds after which all processes
-    of the program are killed. ``environment``: variables in addition to those of this process. ``PYTHON_EXEC`` is the
-    interpreter of all.
-    """
+    """Run ``program``, check that its exit code is 0, and return its stdout and stderr. ``program``: the path of the
+    program, relative to the root. ``flags``: the arguments of the program. ``launcher``: the arguments of torchrun,
+    such as ``("--max-restarts", "2")``. ``timeout``: the seconds after which all processes of the program are killed.
+    ``environment``: variables in addition to those of this process. ``PYTHON_EXEC`` is the interpreter of all."""
     done = finished(program, *flags, launcher=launcher, timeout=timeout, environment=environment)
     assert done.returncode == 0, done.stdout
     return done.stdout

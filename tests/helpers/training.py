@@ -72,11 +72,9 @@ def train(
     steps: int = 5,
     between: Between | None = None,
 ) -> Run:
-    """Train ``model`` and keep the losses of rank ``watched``.
-
-    ``ranks``: the ranks whose plays run on this model. A sharded model runs one play, a reference runs all.
-    ``watched``: the rank whose losses are kept. ``divide``: the divisor of gradients before the optimizer's step.
-    """
+    """Train ``model`` and keep the losses of rank ``watched``. ``ranks``: the ranks whose plays run on this model. A
+    sharded model runs one play, a reference runs all. ``watched``: the rank whose losses are kept. ``divide``: the
+    divisor of gradients before the optimizer's step."""
     parameters = dict(model.named_parameters())  # modules return other objects while parameters are unsharded
     optimizer, run = make_optimizer(parameters.values()), Run()
     for step in range(steps):
@@ -121,10 +119,8 @@ def local_shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def assert_equal_runs(actual: Run, expected: Run, *, what: str = "", exact: bool = False) -> None:
-    """Check that losses, parameters and gradients are equal within fp32 tolerances, or bitwise if ``exact``.
-
-    Each rank compares its shards of sharded tensors with the shards that ``torch.chunk`` gives.
-    """
+    """Check that losses, parameters and gradients are equal within fp32 tolerances, or bitwise if ``exact``. Each rank
+    compares its shards of sharded tensors with the shards that ``torch.chunk`` gives."""
     tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
     for step, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True)):
         torch.testing.assert_close(a.cpu(), b.cpu(), **tolerance, msg=_message(f"{what} loss of step {step}"))
@@ -158,11 +154,9 @@ def check_parity(
     **options: Any,
 ) -> Any:
     """Train the sharded model and the unsharded reference on this rank, compare them, and return the sharded one.
-
     ``shard``: a function that shards the model. The default shards every module in ``model.layers`` and the model, with
     ``options``. ``between``: a function that both runs call between the last backward of a step and the optimizer's
-    step. ``device``: the device of the reference.
-    """
+    step. ``device``: the device of the reference."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build()
     if shard is None:

@@ -54,11 +54,8 @@ _MORE = frozenset(composable_fsdp.__all__) - frozenset(_fully_shard.__all__)
 
 @dataclass(frozen=True)
 class Comparison:
-    """One public name on both sides.
-
-    ``name``: the function, class, method or field. ``torch``: its signature or default in torch; ``""`` if torch lacks
-    it. ``ours``: the same of ours. ``differences``: keys for ``REASONS``.
-    """
+    """One public name on both sides. ``name``: the function, class, method or field. ``torch``: its signature or
+    default in torch; ``""`` if torch lacks it. ``ours``: the same of ours. ``differences``: keys for ``REASONS``."""
 
     name: str
     torch: str

@@ -33,10 +33,8 @@ def warned(seconds: float) -> Iterator[list[str]]:
 
 
 def find_warning(records: Sequence[str], pattern: str) -> str | None:
-    """Return the first record that ``pattern`` matches completely.
-
-    Others may come before it: on a loaded machine a rank may not answer in time with what it does.
-    """
+    """Return the first record that ``pattern`` matches completely. Others may come before it: on a loaded machine a
+    rank may not answer in time with what it does."""
     return next((record for record in records if re.fullmatch(pattern, record)), None)
 
 

@@ -36,7 +36,7 @@ def check(name: str, library: str, pattern: str) -> None:
 def test_torch_behaves_as_the_comparison_page_says(name: str) -> None:
     if TorchVersion(torch.__version__) < ROWS[name].since:
         pytest.skip(f"the page says it of torch from {ROWS[name].since} on")
-    check(name, "torch", ROWS[name].reports_of_installed_torch)
+    check(name, "torch", ROWS[name].torch_reports)
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -129,12 +129,9 @@ class _Access:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two accesses to the same memory that no stream orders.
-
-    ``kind``: ``"read"`` or ``"write"``, that of the second access, or ``"reuse"`` if freed memory may be in use.
-    ``memory``: the allocation of the memory. ``first``: the earlier access in the order of the host. ``second``: the
-    later access, or the allocation that may get the memory.
-    """
+    """Two accesses to the same memory that no stream orders. ``kind``: ``"read"`` or ``"write"``, that of the second
+    access, or ``"reuse"`` if freed memory may be in use. ``memory``: the allocation of the memory. ``first``: the
+    earlier access in the order of the host. ``second``: the later access, or the allocation that may get the memory."""
 
     kind: str
     memory: str
@@ -337,15 +334,10 @@ class SimulatedAccelerator:
             _join(self.host.clock, stream.clock)
 
     def run_late(self, seed: int) -> list[str]:
-        """Execute the recorded operations again, each stream as late as ``seed`` says. Return what differs.
-
-        Call it after the context that ``records``.
-
-        ``seed``: chooses the order. 0 prefers the default stream, 1 prefers it least, and others are random.
-
-        Returns the first operations that write or return other bits than in the order of the host, and memory that has
-        other bits at the end.
-        """
+        """Execute the recorded operations again, each stream as late as ``seed`` says. Return what differs. Call it
+        after the context that ``records``. ``seed``: chooses the order. 0 prefers the default stream, 1 prefers it
+        least, and others are random. Returns the first operations that write or return other bits than in the order of
+        the host, and memory that has other bits at the end."""
         if self.recording is None:
             raise RuntimeError("run_late needs recorded operations: use simulated_accelerator(records=True).")
         return self.recording.run_late(seed)
@@ -370,10 +362,8 @@ class SimulatedAccelerator:
     def allocate(
         self, storage: torch.UntypedStorage, operation: str, *, fills: bool = False, keeps: bool = False
     ) -> _Block:
-        """Note that ``storage`` has got memory on the current stream.
-
-        ``fills``: if operations are recorded, fill the memory. ``keeps``: the memory is older than the accelerator.
-        """
+        """Note that ``storage`` has got memory on the current stream. ``fills``: if operations are recorded, fill the
+        memory. ``keeps``: the memory is older than the accelerator."""
         stream, what = self.current, self._here(f"{storage.nbytes()} bytes allocated by {operation}")
         _join(stream.clock, self.host.clock)
         for block in self._freed.pop(stream.number, ()):
@@ -431,9 +421,7 @@ class SimulatedAccelerator:
 
     def block_of(self, tensor: torch.Tensor, what: str, *, fills: bool = False, keeps: bool = True) -> _Block | None:
         """Return the memory of ``tensor``, allocated on the current stream if it is not known; ``None`` if empty.
-
-        ``fills``: as for :meth:`allocate`. ``keeps``: as for :meth:`allocate`.
-        """
+        ``fills``: as for :meth:`allocate`. ``keeps``: as for :meth:`allocate`."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr() if storage.nbytes() else 0
         if not address:

@@ -105,11 +105,9 @@ class Recording:
     # -- recording
 
     def allocate(self, storage: torch.UntypedStorage, what: object, *, fills: bool, keeps: bool) -> int:
-        """Add the memory of ``storage``, and return its number.
-
-        ``what``: a text for errors. ``fills``: fill it with :data:`POISON`, since the host's order has not written to
-        it. ``keeps``: its contents were there before the recording.
-        """
+        """Add the memory of ``storage``, and return its number. ``what``: a text for errors. ``fills``: fill it with
+        :data:`POISON`, since the host's order has not written to it. ``keeps``: its contents were there before the
+        recording."""
         number = self._numbers[storage.data_ptr()] = len(self._contents)
         with _unseen():
             contents = torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -159,9 +157,7 @@ class Recording:
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], digests: Sequence[int] | None = None
     ) -> Action:
         """Return the action of a transfer that read ``sent`` and wrote ``received``: it writes the same values again.
-
-        ``digests``: :meth:`digests` of ``sent`` before the transfer.
-        """
+        ``digests``: :meth:`digests` of ``sent`` before the transfer."""
         read = list(zip(map(self._place, sent), self.digests(sent) if digests is None else digests, strict=True))
         with _unseen(), torch.no_grad():
             values = [(self._place(each), each.clone()) for each in received]
@@ -200,10 +196,8 @@ class Recording:
     # -- execution
 
     def run_late(self, seed: int) -> list[str]:
-        """Execute all operations in another order. Return the first differences from the order of the host.
-
-        ``seed``: chooses the order. 0 prefers the default stream, 1 prefers it least, and others are random.
-        """
+        """Execute all operations in another order. Return the first differences from the order of the host. ``seed``:
+        chooses the order. 0 prefers the default stream, 1 prefers it least, and others are random."""
         copies, found = Copies(self._contents), list[str]()
         with _unseen(), torch.no_grad():
             for step in self._order(seed):
@@ -223,10 +217,8 @@ class Recording:
 
     def _order(self, seed: int) -> Iterator[_Step]:
         """Yield the operations: each time the next one of the first stream, in a random order, that waits for nothing.
-
-        The order of the streams changes some times, as in probabilistic concurrency testing (Burckhardt et al. 2010,
-        "A randomized scheduler with probabilistic guarantees of finding bugs").
-        """
+        The order of the streams changes some times, as in probabilistic concurrency testing (Burckhardt et al. 2010, "A
+        randomized scheduler with probabilistic guarantees of finding bugs")."""
         chosen, length = random.Random(seed), sum(map(len, self._steps.values()))
         order, changes = sorted(self._steps, reverse=seed == 1), set[int]()
         if seed > 1 and length:

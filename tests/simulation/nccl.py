@@ -55,10 +55,8 @@ _NEW_GROUP_SECONDS = 3.0
 
 
 class Launch(NamedTuple):
-    """A launch of a communicator: one kernel, whatever the number of tensors.
-
-    ``frames``: the number of frames of this library, or of torch's FSDP2, from the hook of a module or of autograd.
-    """
+    """A launch of a communicator: one kernel, whatever the number of tensors. ``frames``: the number of frames of this
+    library, or of torch's FSDP2, from the hook of a module or of autograd."""
 
     operation: str
     group: str
@@ -70,12 +68,9 @@ class Launch(NamedTuple):
 
 @dataclass(eq=False)
 class Contract:
-    """The state of a stand-in.
-
-    ``variant``: a key of :data:`VARIANTS`. ``alone``: groups have no other processes: all ranks are taken to have the
-    data of this one. ``bound``: the default group is bound to a device, as by ``device_id=``. ``connection_seconds``:
-    the time that the first operation of a group takes.
-    """
+    """The state of a stand-in. ``variant``: a key of :data:`VARIANTS`. ``alone``: groups have no other processes: all
+    ranks are taken to have the data of this one. ``bound``: the default group is bound to a device, as by
+    ``device_id=``. ``connection_seconds``: the time that the first operation of a group takes."""
 
     variant: str
     alone: bool = False
@@ -135,11 +130,8 @@ class SeveralWorks(dist.Work):
 
 
 class _ContractGroup(StreamGroup):
-    """A process group of a stand-in.
-
-    ``store``: the store of the group. ``rank``: the rank of this process. ``size``: the number of ranks. ``options``:
-    the timeout, or options with it.
-    """
+    """A process group of a stand-in. ``store``: the store of the group. ``rank``: the rank of this process. ``size``:
+    the number of ranks. ``options``: the timeout, or options with it."""
 
     backend_name = ""
     groups_launches = False

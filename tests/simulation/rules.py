@@ -13,11 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule of c10d or NCCL.
-
-    ``text``: the rule. ``source``: the documentation or the source that says so. ``only_gpu``: what the stand-in cannot
-    show of it.
-    """
+    """A rule of c10d or NCCL. ``text``: the rule. ``source``: the documentation or the source that says so.
+    ``only_gpu``: what the stand-in cannot show of it."""
 
     text: str
     source: str

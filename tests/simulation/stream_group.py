@@ -50,11 +50,8 @@ class StreamWork(dist.Work):
 
 
 class StreamGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group on a stream of its own.
-
-    ``rank``: the rank of this process. ``size``: the number of ranks. ``inner``: the gloo group that communicates.
-    Without one, all ranks are taken to have the data of this one.
-    """
+    """A process group on a stream of its own. ``rank``: the rank of this process. ``size``: the number of ranks.
+    ``inner``: the gloo group that communicates. Without one, all ranks are taken to have the data of this one."""
 
     def __init__(self, rank: int, size: int, inner: Any = None) -> None:
         super().__init__(rank, size)
@@ -85,11 +82,8 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
         run: Callable[[], object],
         options: Any = None,
     ) -> Any:
-        """Run a collective on a stream, and return its work, if it has one.
-
-        ``operation``: its name. ``reads``: its inputs. ``writes``: its outputs. ``run``: runs it on the host.
-        ``options``: those of c10d.
-        """
+        """Run a collective on a stream, and return its work, if it has one. ``operation``: its name. ``reads``: its
+        inputs. ``writes``: its outputs. ``run``: runs it on the host. ``options``: those of c10d."""
         accelerator = active[-1] if active else None
         if accelerator is None:
             run()

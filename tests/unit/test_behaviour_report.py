@@ -8,30 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.behaviour_report import Case, load_sections, render
+from tests.helpers.behaviour_report import load_sections
 from tests.helpers.fresh_process import run_module
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = {"A. First": {"A-01": "starts", "A-02": "stops"}, "B. Second": {"B-01": "waits"}}
-
-
-def test_report_names_every_behaviour_with_its_counts_and_skip_reasons() -> None:
-    cases = [
-        Case(("A-01", "A-02"), "passed"),
-        Case(("A-02",), "failed"),
-        Case(("A-01",), "skipped", "needs a GPU"),
-        Case(("A-01",), "skipped", "needs a GPU"),
-        Case((), "failed"),
-    ]
-    assert list(render(SECTIONS, cases)) == [
-        "A. First",
-        "  A-01  passing  1 passed, 2 skipped      starts",
-        "        skipped: needs a GPU",
-        "  A-02  failing  1 failed, 1 passed       stops",
-        "B. Second",
-        "  B-01  no test                           waits",
-        "3 behaviours: 1 passing, 1 failing, 0 skipped, 1 no test",
-    ]
 
 
 def test_the_list_has_well_formed_ids_each_under_its_section() -> None:

@@ -52,9 +52,6 @@ def shards(*dtypes: torch.dtype) -> list[Transfer]:
     return [Transfer(torch.zeros(SIZE * 3).to(dtype), torch.arange(3).to(dtype)) for dtype in dtypes]
 
 
-# -- capabilities
-
-
 def capabilities(monkeypatch: pytest.MonkeyPatch, backend: object, config: str = "cuda:nccl") -> BackendCapabilities:
     """Return those of a group whose backend for CUDA is ``backend``."""
     group: Any = dist.ProcessGroup(dist.HashStore(), 0, 1)
@@ -77,9 +74,7 @@ def capabilities(monkeypatch: pytest.MonkeyPatch, backend: object, config: str =
     ],
 )
 @pytest.mark.parametrize("name", ["nccl", "nccl-legacy", "ncclx"])
-def test_the_class_of_a_backend_decides_what_it_can_do(
-    monkeypatch: pytest.MonkeyPatch, name: str, class_name: str, averages: bool, coalesces: bool
-) -> None:
+def test_the_class_of_a_backend_decides_what_it_can_do(monkeypatch, name, class_name: str, averages, coalesces) -> None:
     found = capabilities(monkeypatch, type(class_name, (), {})(), f"cuda:{name}")
     assert (found.name, found.averages, found.coalesces) == (name, averages, coalesces)
     assert (found.is_native, found.has_own_transports) == (True, False)
@@ -160,9 +155,6 @@ def test_a_backend_that_stages_through_the_host_is_asynchronous_also_on_streams(
         assert isinstance(communicator().launch(Collective.ALL_GATHER, [transfer]), dist.Work)
 
 
-# -- coalesced calls
-
-
 @on_each_variant
 def test_all_gathers_of_one_launch_are_coalesced_by_dtype_where_the_class_does_so(variant: str) -> None:
     with job(variant) as contract:
@@ -207,9 +199,6 @@ def test_a_group_works_after_an_exception_in_a_launch_of_several(variant: str) -
         assert torch.equal(first.output, first.input.repeat(SIZE))
 
 
-# -- dtypes
-
-
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -221,9 +210,7 @@ def test_a_group_works_after_an_exception_in_a_launch_of_several(variant: str) -
 @pytest.mark.parametrize("kind", [Collective.ALL_GATHER, Collective.ALL_TO_ALL])
 @pytest.mark.parametrize("count", [1, 2])
 @on_each_variant
-def test_dtypes_that_nccl_lacks_are_sent_in_others(
-    variant: str, dtype: torch.dtype, kind: Collective, count: int
-) -> None:
+def test_dtypes_that_nccl_lacks_are_sent_in_others(variant: str, dtype, kind: Collective, count: int) -> None:
     numel = 4 if kind is Collective.ALL_TO_ALL else 4 * SIZE
     with job(variant):
         values = torch.tensor([1.0, 2.0, 4.0, 8.0]).to(dtype)

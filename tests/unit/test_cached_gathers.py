@@ -54,9 +54,7 @@ alike = st.builds(lambda width, count: [width] * count, st.integers(1, 9), st.in
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([FakeCommunicator, Slab]),
 )
-def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
-    buckets: list[list[int]], dtype: torch.dtype, kind: type[FakeCommunicator]
-) -> None:
+def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(buckets, dtype: torch.dtype, kind) -> None:
     ranks = [[part_of(widths, rank=rank, dtype=dtype) for widths in buckets] for rank in range(RANKS)]
     world = FakeWorld(RANKS)
     communicators = [kind(world, rank) for rank in range(RANKS)]

@@ -133,9 +133,7 @@ class RetryingGather(nn.Module):
         return self.last(x)
 
 
-def test_a_module_whose_gather_raised_has_one_run_in_the_plan(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_whose_gather_raised_has_one_run_in_the_plan(mesh: DeviceMesh, monkeypatch) -> None:
     """Else ranks without the error would have another plan."""
     model = RetryingGather()
     for module in (model.first, model.last, model):

@@ -139,9 +139,7 @@ def test_a_part_of_a_file_is_read_as_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("part", ["a tensor", "an object"])
-def test_compressed_records_are_refused_wherever_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_compressed_records_are_refused_wherever_they_are_read(tmp_path: Path, monkeypatch, part: str) -> None:
     model, optimizer = trained()
     written = torch.save
 

@@ -21,9 +21,6 @@ def run(*arguments: str | Path) -> Done:
     return run_command("checkpoint", *arguments)
 
 
-# -- inspect
-
-
 def test_a_checkpoint_is_shown_as_a_table(tmp_path: Path) -> None:
     saved = save(tmp_path, *trained(), {"step": 20, "position": 4})
     shown = run("inspect", tmp_path / "step-00000020")
@@ -153,9 +150,6 @@ def test_verify_checks_all_files_of_a_folder(tmp_path: Path) -> None:
         "step-00000002/.metadata",
         None,
     ]
-
-
-# -- convert
 
 
 def test_a_checkpoint_is_converted(tmp_path: Path) -> None:

@@ -33,9 +33,6 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# -- what is written
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_checkpoint_of_dcp_itself(tmp_path: Path, nested: bool) -> None:
@@ -80,9 +77,6 @@ def test_safetensors_of_a_checkpoint_load_into_shards(tmp_path: Path) -> None:
     assert left_out == ["extra and random number generators", "extra state of modules", "optimizer"]
     assert len(list((tmp_path / "st").glob("model-*.safetensors"))) > 2
     run_ranks(load_shards, 3, tmp_path / "st")
-
-
-# -- refused conversions
 
 
 def test_an_existing_target_is_replaced_only_with_force(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from composable_fsdp.errors import ArgumentTypeError, CheckpointError, Configura
 from tests._internals import PartialCheckpoint, SavePlanner, directory, read_metadata
 from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate, unreadable
 
+pytestmark = pytest.mark.behaviour("F-12")
+
 
 def files_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
@@ -50,7 +52,6 @@ def refused(path: Path, **options: Any) -> str:
     return str(raised.value)
 
 
-@pytest.mark.behaviour("F-12")
 def test_the_files_of_a_checkpoint_folder(tmp_path: Path) -> None:
     model, optimizer = trained()
     saved = save(tmp_path / "deep" / "run", model, optimizer, {"step": 20})
@@ -75,7 +76,6 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_is_found_before_anything_is_loaded(tmp_path: Path, case: str) -> None:
     name, damage, message = DAMAGE[case]
@@ -96,11 +96,8 @@ def saved_steps(folder: Path, *values: float) -> dict[int, Path]:
     return paths
 
 
-@pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_newest_checkpoint_says_which_is_intact_and_can_be_left_out(
-    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_newest_checkpoint_says_which_is_intact_and_can_be_left_out(tmp_path, case: str, caplog) -> None:
     name, damage, message = DAMAGE[case]
     paths = saved_steps(tmp_path, 1.0, 2.0, 3.0, 4.0)
     damage(paths[4] / name)
@@ -126,7 +123,6 @@ def test_a_damaged_newest_checkpoint_says_which_is_intact_and_can_be_left_out(
     load(tmp_path, model, optimizer)
 
 
-@pytest.mark.behaviour("F-12")
 def test_a_folder_without_an_intact_checkpoint_is_an_error(tmp_path: Path) -> None:
     paths = saved_steps(tmp_path, 1.0, 2.0)
     flip(paths[1] / "__0_0.distcp")
@@ -136,7 +132,6 @@ def test_a_folder_without_an_intact_checkpoint_is_an_error(tmp_path: Path) -> No
         assert f"loading {tmp_path}: no checkpoint in it {expected}" in refused(tmp_path, fallback=fallback)
 
 
-@pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("name", ["", "manifest.json", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("verify", [True, False])
 def test_fallback_goes_on_past_what_cannot_be_read(tmp_path: Path, name: str, verify: bool) -> None:
@@ -150,7 +145,6 @@ def test_fallback_goes_on_past_what_cannot_be_read(tmp_path: Path, name: str, ve
     assert torch.equal(model.first.weight, torch.full((3, 3), 1.0))
 
 
-@pytest.mark.behaviour("F-12")
 def test_fallback_goes_on_past_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = saved_steps(tmp_path, 1.0, 2.0)
     stat = os.stat
@@ -172,9 +166,7 @@ def test_fallback_goes_on_past_a_disk_that_fails(tmp_path: Path, monkeypatch: py
     ("version", "advice"),
     [(1, "dcp_to_torch makes one file of it: load that with load_state_dict, and"), (3, "Update composable_fsdp.")],
 )
-def test_another_format_is_named_and_not_reported_as_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, advice: str
-) -> None:
+def test_another_format_is_named_and_not_reported_as_damage(tmp_path, monkeypatch, version: int, advice: str) -> None:
     saved_steps(tmp_path, 1.0)
     monkeypatch.setattr(directory, "FORMAT", version)
     save(tmp_path, *trained(), step=2)
@@ -203,7 +195,6 @@ def damage_last_item(path: Path) -> None:
     (path / item.relative_path).write_bytes(data)
 
 
-@pytest.mark.behaviour("F-12")
 def test_damage_found_while_reading_says_that_the_model_is_partly_loaded(tmp_path: Path) -> None:
     model, optimizer = trained()
     saved = save(tmp_path, model, optimizer)
@@ -245,7 +236,7 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     assert "step-00000003.partial is not complete: its save" in refused(partial)
 
 
-@pytest.mark.behaviour("F-04", "F-12")
+@pytest.mark.behaviour("F-04")
 def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
     save(tmp_path, *trained())
     other = nn.ModuleDict({"first": nn.Linear(4, 3, bias=False, dtype=torch.float64), "third": nn.Linear(2, 2)})
@@ -372,7 +363,6 @@ def test_optimizers_resume_bitwise(tmp_path: Path, kind: str, options: dict[str,
     assert_same(state_of(other), state_of(model))
 
 
-@pytest.mark.behaviour("F-12")
 def test_steps_and_deletion(tmp_path: Path) -> None:
     model, _ = trained()
     assert save(tmp_path, model).step == 0
@@ -388,7 +378,6 @@ def test_steps_and_deletion(tmp_path: Path) -> None:
         save(tmp_path, model, step=-1)
 
 
-@pytest.mark.behaviour("F-12")
 def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     model, optimizer = trained()
     for value in (1.0, 2.0):
@@ -400,7 +389,6 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     assert other.first.weight.eq(2).all()
 
 
-@pytest.mark.behaviour("F-12")
 def test_a_failed_save_leaves_existing_files_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     before = state_of(model)
@@ -424,7 +412,6 @@ def test_a_failed_save_leaves_existing_files_unchanged(tmp_path: Path, monkeypat
     assert save(tmp_path, model).step == 5
 
 
-@pytest.mark.behaviour("F-12")
 def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     before, go = state_of(model), threading.Event()
@@ -458,7 +445,6 @@ def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
     assert load(tmp_path, model, weights_only=False) == {"where": Path("data")}
 
 
-@pytest.mark.behaviour("F-12")
 def test_what_load_refuses_save_refuses_too(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy", reason="needs numpy: pip install numpy")
     model, optimizer = trained()
@@ -481,7 +467,6 @@ def test_what_load_refuses_save_refuses_too(tmp_path: Path) -> None:
         save(tmp_path, model, extra={"cycle": cyclic})
 
 
-@pytest.mark.behaviour("F-12")
 def test_classes_that_are_admitted_are_saved_and_loaded(tmp_path: Path) -> None:
     model, _ = trained()
     with torch.serialization.safe_globals([Path, type(Path())]):
@@ -489,9 +474,7 @@ def test_classes_that_are_admitted_are_saved_and_loaded(tmp_path: Path) -> None:
         assert load(tmp_path, model) == {"where": Path("data")}
 
 
-def test_metadata_written_by_the_first_versions_of_python_3_11_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metadata_written_by_the_first_versions_of_python_3_11_is_read(tmp_path: Path, monkeypatch) -> None:
     """They pickle a member of an enum as ``getattr(class, name)``, which is read and not called."""
     model, optimizer = trained()
     with monkeypatch.context() as early:
@@ -522,9 +505,6 @@ def test_copies_of_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     model, _ = trained()
     shutil.copytree(save(tmp_path / "run", model), tmp_path / "elsewhere")
     load(tmp_path / "elsewhere", Tied())
-
-
-# -- wrong arguments
 
 
 def test_swapped_arguments_are_named_with_their_order(tmp_path: Path) -> None:

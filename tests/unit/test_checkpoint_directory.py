@@ -13,6 +13,8 @@ from tests._internals import MANIFEST, PartialCheckpoint, directory
 from tests.helpers.fresh_process import run_program
 from tests.helpers.single_rank_checkpoints import unreadable
 
+pytestmark = pytest.mark.behaviour("F-12")
+
 
 def make(folder: Path, name: str, *, finished: bool = True) -> Path:
     directory = folder / name
@@ -42,7 +44,6 @@ def test_the_newest_checkpoint_has_the_highest_step(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "step-123456789"
 
 
-@pytest.mark.behaviour("F-12")
 def test_the_old_checkpoint_is_used_until_the_new_one_is_complete(tmp_path: Path) -> None:
     make(tmp_path, "step-00000001")
     old = make(tmp_path, "step-00000002.old")
@@ -53,7 +54,6 @@ def test_the_old_checkpoint_is_used_until_the_new_one_is_complete(tmp_path: Path
     assert (tmp_path / "step-00000002" / MANIFEST).read_text() == "step-00000002.old"
 
 
-@pytest.mark.behaviour("F-12")
 def test_leftovers_are_removed_by_the_next_save(tmp_path: Path) -> None:
     make(tmp_path, "step-00000001.partial", finished=False)
     make(tmp_path, "step-00000002")
@@ -81,7 +81,6 @@ USERS = [
 ]
 
 
-@pytest.mark.behaviour("F-12")
 def test_other_names_of_users_are_left_alone_and_are_no_checkpoints(tmp_path: Path) -> None:
     for name in USERS:
         make(tmp_path, name)
@@ -92,7 +91,6 @@ def test_other_names_of_users_are_left_alone_and_are_no_checkpoints(tmp_path: Pa
     assert directory.leftovers(tmp_path) == []
 
 
-@pytest.mark.behaviour("F-12")
 def test_links_in_place_of_checkpoints_are_replaced_and_their_targets_kept(tmp_path: Path) -> None:
     folder, moved = tmp_path / "run", tmp_path / "moved"
     for step in (1, 2, 3):
@@ -114,7 +112,6 @@ def test_links_in_place_of_checkpoints_are_replaced_and_their_targets_kept(tmp_p
     }
 
 
-@pytest.mark.behaviour("F-12")
 def test_what_cannot_be_read_is_an_error_and_not_absent(tmp_path: Path) -> None:
     write(tmp_path, 1)
     write(tmp_path, 2)
@@ -133,7 +130,6 @@ def test_what_cannot_be_read_is_an_error_and_not_absent(tmp_path: Path) -> None:
         latest(tmp_path / "file")
 
 
-@pytest.mark.behaviour("F-12")
 def test_retention_goes_on_beside_an_unreadable_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write(tmp_path, step)
@@ -145,7 +141,6 @@ def test_retention_goes_on_beside_an_unreadable_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.mark.multiprocess
-@pytest.mark.behaviour("F-12")
 def test_a_partial_checkpoint_of_another_process_is_not_removed(tmp_path: Path) -> None:
     writing = PartialCheckpoint(tmp_path, 1)
     script = (

@@ -28,9 +28,6 @@ ROOT = Path(composable_fsdp.__file__).parents[1]
 COMMANDS = ("doctor", "plan", "timeline", "run", "checkpoint inspect", "checkpoint convert")
 
 
-# -- entry points
-
-
 def test_the_console_command_is_the_main_function() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["composable-fsdp"].partition(":")
@@ -123,9 +120,6 @@ def test_packages_that_errors_name_can_be_installed() -> None:
             assert "composable" not in told, path
 
 
-# -- errors
-
-
 def test_errors_are_one_line_unless_their_tracebacks_are_asked_for(tmp_path: Path) -> None:
     arguments = ("checkpoint", "inspect", tmp_path / "nothing")
     plain = run_command(*arguments)
@@ -152,9 +146,6 @@ def test_errors_are_one_line_unless_their_tracebacks_are_asked_for(tmp_path: Pat
 def test_invalid_commands_have_exit_code_2(arguments: list[str], message: str) -> None:
     done = run_command(*arguments)
     assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
-
-
-# -- run
 
 
 PROGRAM = """
@@ -205,9 +196,7 @@ UNUSED = "composable-fsdp run: this process sharded nothing. Its program did not
         ("raise KeyError('no data')", 1, False),
     ],
 )
-def test_a_program_that_ended_well_and_sharded_nothing_says_so(
-    tmp_path: Path, program: str, code: int, says: bool
-) -> None:
+def test_a_program_that_ended_well_and_sharded_nothing_says_so(tmp_path, program: str, code: int, says: bool) -> None:
     (tmp_path / "program.py").write_text(program)
     done = run_module("composable_fsdp", "run", tmp_path / "program.py")
     assert (done.returncode, UNUSED in done.stderr) == (code, says), done.stderr

@@ -68,9 +68,7 @@ def test_a_table_row_describes_one_group() -> None:
 
 @pytest.mark.behaviour("B-02")
 @pytest.mark.parametrize("strategy", ShardingStrategy)
-def test_strategies_are_recognised_from_the_resulting_settings(
-    strategy: ShardingStrategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strategies_are_recognised_from_the_resulting_settings(strategy: ShardingStrategy, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     model = fully_shard(Chain(), policy={nn.Linear}, strategy=strategy)
     assert {group.strategy for group in fully_shard.groups(model)[1:]} == {strategy}  # type: ignore[attr-defined]

@@ -11,10 +11,12 @@ import ast
 import doctest
 import importlib
 import io
+import json
 import pkgutil
 import re
 import runpy
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,14 +30,10 @@ from tests.helpers.fresh_process import run_program, run_script_on_ranks
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-
-
 NOT_RUN = {"docs/how-to/cuda-graphs.md", "docs/upstream.md"}
 """Pages with a block that cannot run here: it needs a GPU, or ends when torch has corrupted memory."""
-
 NEEDS = {"docs/how-to/hugging-face.md": ["transformers"], "docs/how-to/low-precision.md": ["torchao"]}
 """Optional packages of pages."""
-
 ANYTHING = "whatever it shows\n"
 """The wanted output of statements in blocks without ``>>>``."""
 
@@ -185,9 +183,7 @@ def test_the_program_of_the_profiler_page_writes_profiles_with_labels_of_groups(
 
 
 @pytest.mark.multiprocess
-def test_the_program_of_the_data_page_sees_every_sample_once_over_a_stop_and_another_number_of_ranks(
-    tmp_path: Path,
-) -> None:
+def test_the_program_of_the_data_page_sees_every_sample_once_over_a_stop_and_another_number_of_ranks(tmp_path) -> None:
     first = run_script_on_ranks("examples/resume_data.py", "--out", str(tmp_path), "--stop", "5")
     second = run_script_on_ranks("examples/resume_data.py", "--out", str(tmp_path), "--stop", "16", ranks=1)
     steps = [int(step) for step in re.findall(r"rank 0 step (\d+) ", first + second)]
@@ -323,3 +319,52 @@ def test_make_help_shows_what_users_need_first() -> None:
     users, maintainers = said.split("\nFor maintainers:\n")
     assert re.findall(r"^  (\S+)", users, re.MULTILINE) == ["install", "demo", "test", "test-fast", "docs"]
     assert {"bench", "clients", "upstream"} <= set(re.findall(r"^  (\S+)", maintainers, re.MULTILINE))
+
+
+WRONG = "from torch import nn\nnn.Sequential().set_schedule(prefetch_limit=2)\n"
+"""A program with an error in line 2: nobody has said that the model is sharded."""
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> list[Path]:
+    """The programs, and one with an error as the last."""
+    program = "".join("\n".join(lines) + "\n" for _, lines in python_blocks(README.read_text()))
+    (shown,) = re.findall(r"`(print\(step_schedule\(model\)\))`", README.read_text())
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    section = re.search(r"^## Type checkers$.*?(?=^## )", page, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    (session,) = page_examples(section[0], "section")
+    texts = {
+        "readme": f"{program}\nfrom composable_fsdp import step_schedule\n{shown}\n",
+        "tutorial": (ROOT / "examples" / "own_gpt.py").read_text(),
+        "section": "".join(example.source for example in session.examples),
+        "wrong": WRONG,
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    return [tmp_path / f"{name}.py" for name in texts]
+
+
+def checked(folder: Path, *command: str | Path) -> str:
+    return subprocess.checked([*map(str, command)], cwd=folder, capture_output=True, text=True, timeout=280).stdout
+
+
+@pytest.mark.multiprocess
+def test_mypy_accepts_the_programs(programs: list[Path], tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="needs mypy: make install")
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nmypy_path = {ROOT}\n")
+    options = ("--check-untyped-defs", "--follow-imports", "silent")
+    said = checked(tmp_path, sys.executable, "-m", "mypy", *options, *programs)
+    assert re.fullmatch(r"wrong\.py:2: error: .*not callable.*\nFound 1 error in 1 file .*\n", said), said
+
+
+@pytest.mark.multiprocess
+def test_pyright_accepts_the_programs(programs: list[Path], tmp_path: Path) -> None:
+    pytest.importorskip("pyright", reason="needs pyright: pip install pyright, which fetches its own package of npm")
+    # torch does not export HashStore in the way that pyright asks for.
+    (tmp_path / "pyrightconfig.json").write_text(
+        json.dumps({"extraPaths": [str(ROOT)], "reportPrivateImportUsage": False})
+    )
+    command = (sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson")
+    found = json.loads(checked(tmp_path, *command, *programs))["generalDiagnostics"]
+    assert {(Path(each["file"]).name, each["range"]["start"]["line"]) for each in found} == {("wrong.py", 1)}, found

@@ -44,9 +44,6 @@ def test_a_wrong_variable_is_named(change: dict[str, str | None], text: str) -> 
     assert list(check_launch(environment)) == [Finding("error", "launch", text, BY_TORCHRUN, (rank,))]
 
 
-# -- ranks together
-
-
 @pytest.mark.parametrize(
     ("name", "severity"), [("torch", "error"), ("composable_fsdp", "error"), ("python", "warning")]
 )
@@ -80,9 +77,6 @@ def test_a_failed_all_reduce_names_its_ranks() -> None:
     assert (found.severity, found.check, found.ranks) == ("error", "all-reduce", (0, 2))
     assert found.text == "failed over gloo on ranks 0, 2: connection refused"
     assert found.remedy.startswith("GLOO_SOCKET_IFNAME")
-
-
-# -- the command
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> Done:

@@ -26,12 +26,6 @@ def message(error: pytest.ExceptionInfo[BaseException]) -> str:
     return str(error.value)
 
 
-# Time of data movement
-
-
-# Deadlock
-
-
 def test_an_early_wait_names_the_collective_and_the_missing_ranks() -> None:
     world = FakeWorld(6)
     comms = ranks_of(world)
@@ -46,9 +40,6 @@ def test_an_early_wait_names_the_collective_and_the_missing_ranks() -> None:
         "ranks 1, 3-5 of 6 did not launch. Real ranks would wait for ever. Let every simulated rank launch before one "
         "of them waits."
     )
-
-
-# Mismatch
 
 
 def test_a_mismatch_shows_both_sides_with_their_ranks() -> None:
@@ -86,12 +77,3 @@ def test_ranks_must_agree_on_sizes_dtypes_number_of_transfers_and_operation() ->
         launch_differently(0, what)
         with pytest.raises(MismatchError):
             launch_differently(1, what)
-
-
-# Invalid calls
-
-
-# Settings
-
-
-# Arithmetic

@@ -39,7 +39,7 @@ from tests.helpers.fresh_process import run_program
 from tests.helpers.refusals import assert_refused
 from tests.helpers.sharding import sharded
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.behaviour("A-08"), pytest.mark.usefixtures("one_rank")]
 
 
 class WithScalar(nn.Module):
@@ -49,8 +49,7 @@ class WithScalar(nn.Module):
         self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.linear(x) * self.scale
-        return out
+        return self.linear(x) * self.scale
 
 
 class Blocks(Shard):
@@ -184,7 +183,6 @@ def test_a_mesh_of_a_wrong_type_is_refused(mesh: object) -> None:
     assert_refused(ArgumentTypeError, match, nn.Linear(3, 4), mesh=mesh)
 
 
-@pytest.mark.behaviour("A-08")
 def test_a_second_fully_shard_of_a_module_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     fully_shard(model[0])
@@ -193,13 +191,12 @@ def test_a_second_fully_shard_of_a_module_is_refused() -> None:
     assert_refused(ConfigurationError, "applied to this Sequential already", model)
 
 
-@pytest.mark.behaviour("A-08")
 @pytest.mark.parametrize("value", [None, torch.ones(2), nn.Parameter(torch.ones(2)), "model", nn.Linear], ids=type)
 def test_a_module_of_a_wrong_type_is_refused(value: object) -> None:
     assert_refused(ConfigurationError, f"takes an nn.Module or a list of them, not {type(value).__name__}", value)
 
 
-@pytest.mark.behaviour("A-06", "A-08")
+@pytest.mark.behaviour("A-06")
 def test_parameters_with_spmd_types_need_the_mesh_of_all_axes_or_are_ignored() -> None:
     linear: Any = nn.Linear(3, 3)
     linear.weight._local_type = {"tp": "R"}  # as spmd_types.assert_type does, by its own types
@@ -209,7 +206,6 @@ def test_parameters_with_spmd_types_need_the_mesh_of_all_axes_or_are_ignored() -
     fully_shard(linear, ignored_params={linear.weight})
 
 
-@pytest.mark.behaviour("A-08")
 @pytest.mark.parametrize(
     "container",
     [
@@ -225,7 +221,6 @@ def test_a_container_without_forward_is_refused(container: nn.Module) -> None:
     assert_refused(ConfigurationError, match, container)
 
 
-@pytest.mark.behaviour("A-08")
 def test_a_container_with_its_own_forward_is_accepted() -> None:
     class Chain(nn.ModuleList):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -241,7 +236,7 @@ def test_a_container_with_its_own_forward_is_accepted() -> None:
         assert all(isinstance(p, DTensor) and p.grad is not None for p in container.parameters())
 
 
-@pytest.mark.behaviour("A-08", "C-08")
+@pytest.mark.behaviour("C-08")
 def test_a_module_without_forward_works_through_its_registered_methods() -> None:
     class Codec(nn.Module):
         def __init__(self) -> None:
@@ -249,8 +244,7 @@ def test_a_module_without_forward_works_through_its_registered_methods() -> None
             self.linear = nn.Linear(3, 3)
 
         def encode(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.linear(x)
-            return out
+            return self.linear(x)
 
     module = Codec()
     fully_shard(module)
@@ -259,7 +253,7 @@ def test_a_module_without_forward_works_through_its_registered_methods() -> None
     assert all(isinstance(p, DTensor) and p.grad is not None for p in module.parameters())
 
 
-@pytest.mark.behaviour("A-08", "A-09")
+@pytest.mark.behaviour("A-09")
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_list_that_makes_no_group_is_refused(kind: Callable[[Any], Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -268,7 +262,6 @@ def test_a_list_that_makes_no_group_is_refused(kind: Callable[[Any], Any]) -> No
     assert_refused(ConfigurationError, "or a list of them, not str", kind([model[0], "1"]), within=model)
 
 
-@pytest.mark.behaviour("A-08")
 @pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a forward"])
 def test_a_child_after_its_parent_is_refused_naming_both(ran: bool) -> None:
     class Outer(nn.Sequential):
@@ -286,14 +279,12 @@ def test_a_child_after_its_parent_is_refused_naming_both(ran: bool) -> None:
     outer(torch.ones(1, 3)).sum().backward()
 
 
-@pytest.mark.behaviour("A-08")
 def test_a_child_while_its_parent_is_unsharded_is_refused() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(3, 3)))
     sharded(model).unshard()
     assert_refused(ConfigurationError, "already belongs to the group of", model[0], within=model)
 
 
-@pytest.mark.behaviour("A-08")
 def test_a_parent_group_has_the_parameters_of_no_earlier_call() -> None:
     innermost = nn.Linear(3, 3)
     inner = nn.Sequential(innermost, nn.Linear(3, 3))
@@ -328,11 +319,10 @@ class TiedHead(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.embedding(tokens))
-        return out
+        return self.head(self.embedding(tokens))
 
 
-@pytest.mark.behaviour("A-08", "A-10")
+@pytest.mark.behaviour("A-10")
 def test_a_parameter_shared_with_the_parents_group_is_refused_naming_both() -> None:
     model = TiedHead()
     fully_shard(model.embedding)
@@ -340,7 +330,7 @@ def test_a_parameter_shared_with_the_parents_group_is_refused_naming_both() -> N
     assert_refused(ParameterError, match, model)
 
 
-@pytest.mark.behaviour("A-08", "A-10")
+@pytest.mark.behaviour("A-10")
 def test_a_parameter_shared_between_two_children_is_refused_naming_both() -> None:
     model = TiedHead()
     fully_shard(model.embedding)
@@ -348,7 +338,7 @@ def test_a_parameter_shared_between_two_children_is_refused_naming_both() -> Non
     assert_refused(ParameterError, match, model.head, within=model)
 
 
-@pytest.mark.behaviour("A-08", "A-10")
+@pytest.mark.behaviour("A-10")
 def test_a_parameter_shared_between_separate_models_is_refused() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
@@ -356,7 +346,7 @@ def test_a_parameter_shared_between_separate_models_is_refused() -> None:
     assert_refused(ParameterError, "'weight' of Linear is the same tensor as 'weight' of Linear", second)
 
 
-@pytest.mark.behaviour("A-06", "A-08")
+@pytest.mark.behaviour("A-06")
 def test_a_dtensor_on_an_unrelated_mesh_is_refused_with_the_remedy() -> None:
     second = nn.Linear(3, 3)
     second.weight = nn.Parameter(distribute_tensor(second.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)]))
@@ -364,7 +354,6 @@ def test_a_dtensor_on_an_unrelated_mesh_is_refused_with_the_remedy() -> None:
     assert_refused(MeshError, r"must be slices of one mesh, for example mesh\['dp'\] and mesh\['tp'\]", model)
 
 
-@pytest.mark.behaviour("A-08")
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -404,12 +393,11 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], match: str) -> None:
     assert_refused(ConfigurationError, match, nn.Linear(3, 3), **options)
 
 
-@pytest.mark.behaviour("A-01", "A-08")
+@pytest.mark.behaviour("A-01")
 def test_a_final_class_is_refused_without_side_effects() -> None:
     assert_refused(TypeError, "Unwilling cannot have subclasses", Unwilling(3, 3))
 
 
-@pytest.mark.behaviour("A-08")
 def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
     model = WithScalar()
     assert_refused(ParameterError, "scale", model)
@@ -432,9 +420,7 @@ def test_symmetric_memory_is_said_to_have_no_effect_once(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:False", "max_split_size_mb:64,expandable_segments:True"])
-def test_memory_of_the_backend_beside_expandable_segments_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, settings: str
-) -> None:
+def test_memory_of_the_backend_beside_expandable_segments_is_warned_of_once(monkeypatch, caplog, settings: str) -> None:
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings, raising=False)
     for _ in range(2):
         model = fully_shard(nn.Linear(3, 3))
@@ -459,9 +445,6 @@ def test_a_tensor_that_only_brings_a_view_is_refused_unless_it_is_frozen_and_mak
 def test_every_error_is_ours() -> None:
     for error in (ConfigurationError, MeshError, ParameterError, UnsupportedError):
         assert issubclass(error, FSDPError)
-
-
-# -- code written for FSDP1, and wrong types
 
 
 @pytest.mark.parametrize(
@@ -588,9 +571,7 @@ def test_a_function_of_torchs_policy_is_read_and_a_field_that_is_not_known_is_re
         ("all_reduce", "REDUCE_KINDS", "EncodedGradients"),
     ],
 )
-def test_a_codec_whose_plugin_is_not_attached_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, seam: str, kind: str
-) -> None:
+def test_a_codec_whose_plugin_is_not_attached_is_refused(monkeypatch, name: str, seam: str, kind: str) -> None:
     attached = getattr(plugins, seam)
     left = [each for each in attached if kind not in (type(each).__name__, getattr(each, "__name__", ""))]
     monkeypatch.setattr(f"composable_fsdp.plugins.codecs.attached.{seam}", left)

@@ -203,15 +203,11 @@ def test_given_fusions_are_used_instead_of_those_of_the_order(model: Drawn, alon
     assert all(len(gather) == 1 or set(gather) == {"a", "b"} for gather in gathers)
 
 
-# -- fusions
-
 SIZES = st.dictionaries(NAMES, st.integers(0, 100))
 
 
 @given(st.lists(NAMES, max_size=20), SIZES, st.sets(NAMES), st.integers(0, 150))
-def test_fusions_are_as_many_small_adjacent_groups_as_the_limit_allows(
-    order: list[str], sizes: dict[str, int], without: set[str], limit: int
-) -> None:
+def test_fusions_are_as_many_small_adjacent_groups_as_the_limit_allows(order, sizes, without, limit: int) -> None:
     facts = {
         n: facts_of(n, sizes.get(n, limit + 1), is_small=n in sizes, has_parameters=n not in without)
         for n in "abcdefgh"
@@ -253,9 +249,6 @@ def test_a_group_that_cannot_be_fused_is_gathered_alone() -> None:
     assert [together(name, in_backward=True) for name in "cba"] == ["ca", "b", "a"]
     assert g.gathered_with("a", facts, {}, in_backward=False) == ("a",)
     assert g.gathered_with("a", facts, {"b": ("b", "c")}, in_backward=False) == ("a",)
-
-
-# -- a chain
 
 
 def lines_of(plan: g.Plan) -> list[str]:

@@ -14,7 +14,7 @@ from composable_fsdp import fully_shard, to_empty
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from tests._internals import entries_of
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.behaviour("A-12"), pytest.mark.usefixtures("one_rank")]
 
 
 class Tied(nn.Module):
@@ -35,7 +35,6 @@ class Tied(nn.Module):
         return self.norm(self.second(self.first(x)))
 
 
-@pytest.mark.behaviour("A-12")
 def test_to_empty_keeps_values_and_sharing_and_names_unfilled_parameters() -> None:
     module = Tied()
     with pytest.warns(UserWarning, match="not persistent") as caught:
@@ -57,7 +56,6 @@ def test_to_empty_keeps_values_and_sharing_and_names_unfilled_parameters() -> No
     assert torch.equal(module.first.weight, torch.full((3, 3), 2.0)), "tensors with values must keep them"
 
 
-@pytest.mark.behaviour("A-12")
 def test_to_empty_without_recurse_stops_at_the_module() -> None:
     module = nn.Sequential(nn.Linear(2, 2, device="meta"))
     module.register_parameter("own", nn.Parameter(torch.empty(2, device="meta")))
@@ -84,7 +82,6 @@ def ones(module: nn.Module) -> None:
         nn.init.ones_(tensor)
 
 
-@pytest.mark.behaviour("A-12")
 def test_the_init_function_runs_once_per_module_with_something_on_meta() -> None:
     module, init = Tied(), Init()
     module.add_module("real", nn.Linear(1, 1))
@@ -96,7 +93,6 @@ def test_the_init_function_runs_once_per_module_with_something_on_meta() -> None
     module(torch.randn(4, 3)).sum().backward()
 
 
-@pytest.mark.behaviour("A-12")
 def test_shared_parameters_are_initialised_once() -> None:
     module, init = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to("meta"), Init()
     module[1].weight = module[0].weight
@@ -105,7 +101,6 @@ def test_shared_parameters_are_initialised_once() -> None:
     assert module[1].weight is module[0].weight
 
 
-@pytest.mark.behaviour("A-12")
 def test_nested_groups_and_ignored_modules_are_not_initialised_again() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
@@ -116,7 +111,6 @@ def test_nested_groups_and_ignored_modules_are_not_initialised_again() -> None:
     assert {n for n, p in module.named_parameters() if p.is_meta} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-@pytest.mark.behaviour("A-12")
 def test_parameters_left_on_meta_by_the_init_function_are_named() -> None:
     with pytest.raises(ParameterError) as error:
         fully_shard(Tied(), param_init_fn=Init(nn.Linear))

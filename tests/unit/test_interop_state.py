@@ -186,9 +186,6 @@ def test_dynamo_finds_its_marks_on_all_modules() -> None:
         assert module._fsdp_use_orig_params is True
 
 
-# -- private names, in the code patterns of other libraries
-
-
 def test_a_state_is_an_instance_of_torchs_class_and_inherits_nothing_from_it() -> None:
     """Torch's ``_get_module_fsdp_state`` finds states by this class."""
     model = chain()
@@ -373,9 +370,7 @@ def test_a_method_that_only_torchs_class_has_is_refused_by_its_own_name(monkeypa
         ("ParamGroup", "a_name_of_next_year", "methods of the module, see docs/upstream.md"),
     ],
 )
-def test_other_private_names_are_refused_with_a_remedy_also_when_they_are_set(
-    place: str, name: str, instead: str
-) -> None:
+def test_other_private_names_are_refused_with_a_remedy_also_when_they_are_set(place, name: str, instead: str) -> None:
     model = fully_shard(nn.Linear(3, 3))
     state = torch_state(model)
     group = state._fsdp_param_group

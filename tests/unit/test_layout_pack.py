@@ -62,9 +62,6 @@ def column_block(num_rows: int, width: int, fill: float, dtype: torch.dtype = to
     return message, message[:, 3 : 3 + width]
 
 
-# -- one tensor
-
-
 @given(tensor_shards(), st.integers(0, 9))
 def test_unpacking_restores_the_tensor_and_writes_nothing_else(shards: TensorShards, spare: int) -> None:
     full = numbered(shards.shape)
@@ -75,9 +72,6 @@ def test_unpacking_restores_the_tensor_and_writes_nothing_else(shards: TensorSha
     unpack_parameter(shards, rows, place)
     assert torch.equal(place[: shards.numel].view(shards.shape), full)
     assert bool((place[shards.full_numel :] == UNTOUCHED).all())
-
-
-# -- number of kernels
 
 
 class CountKernels(TorchDispatchMode):
@@ -115,9 +109,6 @@ def test_unpacking_takes_one_copy_for_contiguous_or_even_pieces_and_at_most_two(
     assert len(kernels.names) <= (1 if shards.concatenates or shards.layout.is_even else 2)
 
 
-# -- round trips: shards to full parameters
-
-
 def store_of(layout: GatherLayout, fulls: Sequence[Tensor], rank: int) -> Tensor:
     """Return the flat shards of ``rank``."""
     store = torch.zeros(layout.store.numel, dtype=fulls[0].dtype)
@@ -147,9 +138,7 @@ def parameters_in(layout: GatherLayout, buffer: Tensor) -> list[Tensor]:
 
 
 @given(shards_of_one_bucket(), st.sampled_from([torch.int8, torch.int16, torch.float32, torch.float64]), DIRECT_BYTES)
-def test_gathering_the_shards_of_all_ranks_gives_back_the_parameters(
-    shards: tuple[TensorShards, ...], dtype: torch.dtype, zero_copy_min_bytes: int
-) -> None:
+def test_gathering_the_shards_of_all_ranks_gives_back_the_parameters(shards, dtype, zero_copy_min_bytes: int) -> None:
     layout = plan_gather(shards, itemsize=dtype.itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     fulls = [numbered(s.shape, dtype, start=17 * i) for i, s in enumerate(shards)]
     stores = [store_of(layout, fulls, rank) for rank in range(layout.num_shards)]
@@ -175,9 +164,6 @@ def test_gathering_from_a_smaller_mesh_restores_the_parameters_at_the_same_offse
     gather(layout, stores, buffer, [s.full_numel for s in bucket.gather.shards])
     for parameter, full in zip(parameters_in(bucket.gather, buffer), fulls, strict=True):
         assert torch.equal(parameter, full)
-
-
-# -- round trips: full gradients to reduced shards
 
 
 def message_of(layout: ReduceLayout, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:

@@ -124,9 +124,7 @@ def test_a_step_that_another_library_has_replaced_stays() -> None:
         assert len(calls) == count
 
 
-def test_a_tool_that_replaces_the_step_of_the_class_is_called(
-    monkeypatch: pytest.MonkeyPatch, looked_at: list[bool]
-) -> None:
+def test_a_tool_that_replaces_the_step_of_the_class_is_called(monkeypatch, looked_at: list[bool]) -> None:
     optimizers = trained(steps=2), trained(), trained(steps=2)
     torch.optim.lr_scheduler.StepLR(optimizers[2], 1)  # its function calls the replaced step
     original: Any = SGD.step

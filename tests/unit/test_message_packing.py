@@ -65,9 +65,7 @@ def test_items_with_equal_keys_are_grouped_in_order_of_first_occurrence(keys: li
 
 class ChunkCats(TorchDispatchMode):
     """Keeps the results of the operation that copies gradients to the rows of all ranks, each time that it is called.
-
-    Memory that is allocated holds NaN, to show what is not written.
-    """
+    Memory that is allocated holds NaN, to show what is not written."""
 
     observes_sharding = True
 

@@ -66,9 +66,7 @@ def test_speed_and_utilization_are_those_of_the_steps_since_the_last_reading(clo
     assert meter.read(12).scalars["seconds_per_step"] == 0.5
 
 
-def test_waits_for_collectives_are_the_exposed_share(
-    clock: Clock, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_for_collectives_are_the_exposed_share(clock: Clock, model: nn.Module, monkeypatch) -> None:
     waited = [1.0]
     monkeypatch.setattr(Meter, "_seconds_waited", lambda self: waited[0])
     meter = Meter(model, tokens=1)

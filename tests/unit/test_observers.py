@@ -216,9 +216,7 @@ def test_a_class_in_the_list_of_observers_is_refused_with_the_remedy(attach: Cal
         fully_shard(nn.Linear(2, 2))
 
 
-def test_observers_are_told_that_a_call_leaves_backward_before_its_reduction(
-    attach: Callable[[Observer], Observer],
-) -> None:
+def test_observers_are_told_that_a_call_leaves_backward_before_its_reduction(attach) -> None:
     class Ends(Observer):
         def __init__(self) -> None:
             self.seen: list[tuple[str, bool]] = []

@@ -138,9 +138,6 @@ def test_buckets_are_cut_by_the_bytes_of_their_state() -> None:
     assert [bucket.nbytes for bucket in buckets_of(optimizer)] == [1536] * 6  # two parameters each, not four
 
 
-# -- memory
-
-
 @pytest.mark.behaviour("C-03", "D-02")
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
 def test_a_bucket_of_whole_matrices_has_one_for_each_rank(kind: str) -> None:
@@ -233,9 +230,6 @@ def test_state_of_parameters_in_host_memory_stays_there() -> None:
     train(model, optimizer)
     assert_same(tensors_of(model, optimizer), tensors_of(expected, plain))
     assert buckets_of(optimizer) == []
-
-
-# -- what other code sees
 
 
 class Counting(Optimizer):
@@ -354,9 +348,6 @@ def test_a_failed_update_leaves_all_state_at_rest() -> None:
     assert_same({k: v for k, v in found.items() if k[0] in "0145"}, {k: v for k, v in wanted.items() if k[0] in "0145"})
 
 
-# -- state dicts
-
-
 @pytest.mark.behaviour("F-07", "F-08")
 @pytest.mark.parametrize("kind", ["adamw", "adamw-fused", "muon", "adafactor"])
 def test_state_dicts_and_checkpoints_are_those_of_the_plain_optimizer(kind: str, tmp_path: Path) -> None:
@@ -424,9 +415,6 @@ def test_a_copy_is_an_ordinary_optimizer_with_the_same_state(copied: Callable[[A
         q.grad = torch.ones_like(q)
     other.step()
     train(model, optimizer, range(2, 3))
-
-
-# -- errors
 
 
 def test_the_error_of_files_says_what_is_gone() -> None:

@@ -109,9 +109,7 @@ def test_the_largest_load_is_within_the_bound_of_greedy_assignment(costs: list[f
 
 
 @given(COSTS, st.integers(1, 9), st.integers(1, 300), st.data())
-def test_buckets_hold_each_matrix_once_and_keep_the_limit(
-    costs: list[float], ranks: int, bucket_bytes: int, data: st.DataObject
-) -> None:
+def test_buckets_hold_each_matrix_once_and_keep_the_limit(costs, ranks: int, bucket_bytes: int, data) -> None:
     sizes = data.draw(st.lists(st.integers(1, 50), min_size=len(costs), max_size=len(costs)))
     owners = assign_owners(costs, ranks)
     limit = message_limit(bucket_bytes, max(sizes))
@@ -134,9 +132,7 @@ def test_replicas_share_the_work_if_the_copies_fit(replicas: int, largest: int, 
 
 
 @given(st.integers(0, 11), st.integers(0, 7), st.integers(1, 4), st.integers(1, 3), st.data())
-def test_boxes_of_all_ranks_tile_each_block_of_a_tensor(
-    rows: int, columns: int, first: int, second: int, data: st.DataObject
-) -> None:
+def test_boxes_of_all_ranks_tile_each_block_of_a_tensor(rows: int, columns: int, first: int, second: int, data) -> None:
     cuts = data.draw(
         st.sampled_from(
             [
@@ -165,9 +161,7 @@ def test_boxes_of_all_ranks_tile_each_block_of_a_tensor(
 
 
 @given(st.integers(0, 40), st.integers(1, 5), st.integers(2, 4))
-def test_rows_of_tensor_parallel_parameters_are_those_that_fully_shard_leaves(
-    rows: int, data: int, tensor: int
-) -> None:
+def test_rows_of_tensor_parallel_parameters_are_those_that_fully_shard_leaves(rows, data: int, tensor: int) -> None:
     placements = data_parallel_placements(1, 0, [Shard(0)], [tensor])
     sizes = (data, tensor)
     tiling = Tiling((rows,), sizes, axis_cuts(placements, sizes, is_parameter=True))

@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -17,16 +17,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 
 from composable_fsdp import CPUOffloadPolicy, fully_shard
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 from composable_fsdp.plan import ACCELERATORS, Accelerator, Plan, plan, sweep
 from composable_fsdp.wrap import transformer_blocks
-from tests._internals import pinned_bytes, simulated_job
+from tests._internals import CollectiveCost, Costs, Event, GroupSpec, Hook, pinned_bytes, simulate, simulated_job
+from tests._internals import dry_run as s
 from tests.helpers.command import Done, run_command
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -79,9 +81,6 @@ def _program(tmp_path: Path) -> Path:
 
 def row(made: Plan, name: str) -> Any:
     return next(each for each in made.rows if each.name == name)
-
-
-# -- figures
 
 
 def test_the_rows_are_those_of_the_shards_and_groups(made: Plan) -> None:
@@ -270,30 +269,6 @@ def test_the_peak_is_what_torchs_tracker_counts(device: Any) -> None:
     assert peak["Total"] == made.peak_bytes
 
 
-def test_torchs_tracker_fails_if_a_module_does_not_run() -> None:
-    """Why the ledger is ours."""
-
-    class Skips(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks[0](x).square().mean()
-
-    assert planned(Skips).peak_bytes < planned().peak_bytes
-    with simulated_job((RANKS,), has_streams=False) as (mesh, _), FakeTensorMode(allow_non_fake_inputs=True):
-        model = fully_shard(Skips(), policy={Block}, mesh=mesh)
-        with pytest.raises(KeyError), FSDPMemTracker(model):
-            model(torch.zeros(TOKENS, DIM)).backward()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it needs a GPU, which is there")
-def test_torchs_estimator_of_time_needs_the_gpu() -> None:
-    estimator = RuntimeEstimator()("operator-level-cost-model")
-    with FakeTensorMode(), pytest.raises(AssertionError, match="needs to access CUDA"), estimator:
-        torch.zeros(64, 64) @ torch.zeros(64, 64)
-
-
-# -- errors
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -352,9 +327,6 @@ def test_figures_of_accelerators_are_checked(figure: str, value: Any) -> None:
         Accelerator(**{"tflops": 1, "gbit": 1, "gib": 1, figure: value})
 
 
-# -- reports
-
-
 def test_the_help_has_the_devices_and_the_figures_that_options_replace(run: Callable[..., Done]) -> None:
     text = " ".join(run("--help", environment={"COLUMNS": "400"}).stdout.split())
     assert all(name in text for name in ACCELERATORS)
@@ -368,9 +340,6 @@ def test_the_picture_of_a_plan_is_drawn(made: Plan, tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(BENCHMARKS)
     importlib.import_module("plan_accuracy").draw(made, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-# -- the command
 
 
 @pytest.fixture(name="run")
@@ -446,9 +415,7 @@ def _peaks(made: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         ),
     ],
 )
-def test_a_model_that_does_not_fit_has_exit_code_1_and_the_set_that_fits(
-    run: Callable[..., Done], program: Path, peaks: dict[str, float], fitting: str, last: str
-) -> None:
+def test_a_model_that_does_not_fit_has_exit_code_1_and_the_set_that_fits(run, program, peaks, fitting, last) -> None:
     peaks.update({"": 1.2, fitting: 0.5})
     done = run(f"{program}:build")
     assert (done.exit_code, "does NOT fit: " in done.stdout) == (1, True), done
@@ -483,9 +450,7 @@ def test_warnings_of_other_libraries_are_silent(run: Callable[..., Done], progra
         (("{}:build", "--batch", "4096"), "--batch 4096 has one number, but BATCHxTOKENS is expected, such as 1x4096."),
     ],
 )
-def test_errors_of_the_command_are_one_line(
-    run: Callable[..., Any], program: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_errors_of_the_command_are_one_line(run, program: Path, arguments: tuple[str, ...], message: str) -> None:
     done = run(*(each.format(program) for each in arguments))
     assert done.exit_code == 2
     assert done.stderr.startswith("error: ")
@@ -505,3 +470,101 @@ def test_an_error_of_the_program_is_one_line(run: Callable[..., Done], program: 
 def test_another_word_is_refused_before_the_model_is_made(run: Callable[..., Any], option: str) -> None:
     done = run("absent.py:build", option, "int4")
     assert (done.exit_code, "invalid choice: 'int4'" in done.stderr) == (2, True), done.stderr
+
+
+MIB = 1 << 20
+NAMES = "abc"
+SECONDS = st.floats(0, 1)
+
+
+def chain_of(names: Sequence[str], ahead: int) -> s.Schedule:
+    """Return the schedule of a forward of groups in the order of ``names`` and of its backward, one reduction each. The
+    next ``ahead`` groups are gathered before the wait for one, and a reduction waits for the one before it."""
+    steps: list[s.Step] = []
+
+    def gathers(order: Sequence[str], at: int) -> tuple[s.Action, ...]:
+        new = order[at + ahead :][:1] if at and ahead else order[at : at + 1 + ahead]
+        return (*(s.Gather((name,)) for name in new), s.Wait(order[at]))
+
+    for at, name in enumerate(names):
+        steps.append(s.Step(Event(Hook.PRE_FORWARD, name), gathers(names, at)))
+        steps.append(s.Step(Event(Hook.POST_FORWARD, name), (s.Free(name),)))
+    order = names[::-1]
+    for at, name in enumerate(order):
+        steps.append(s.Step(Event(Hook.PRE_BACKWARD, name), gathers(order, at)))
+        if name not in order[at + 1 :]:
+            reduce = s.Reduce((name,))
+            waits = (s.WaitReduce(1),) if len(set(order[at:])) < len(set(order)) else ()
+            steps.append(s.Step(Event(Hook.GRAD_READY, name), (*waits, reduce)))
+        steps.append(s.Step(Event(Hook.POST_BACKWARD, name), (s.Free(name),)))
+    return s.Schedule((*steps, s.Step(Event(Hook.END_BACKWARD), (s.WaitReduce(1),))))
+
+
+def specs_of(**options: Any) -> dict[str, GroupSpec]:
+    return dict.fromkeys(NAMES, GroupSpec(MIB, MIB, ranks=8, **options))
+
+
+def costs_of(latency: float, compute: float, bandwidth: float = 1e18) -> Costs:
+    cost = CollectiveCost(latency, bandwidth)
+    times = dict.fromkeys(NAMES, compute)
+    return Costs(cost, cost, times, times)
+
+
+def test_a_prefetched_chain_exposes_the_first_gather_and_the_last_reduction() -> None:
+    timeline = simulate(chain_of(NAMES, 1), specs_of(separate_reduce=True), costs_of(latency=1.0, compute=2.0))
+    assert timeline.exposed == pytest.approx(3.0, abs=1e-6), "the first gather of each pass, and the last reduction"
+    assert timeline.seconds == pytest.approx(15.0, abs=1e-6)
+
+
+def test_without_prefetching_every_gather_is_exposed() -> None:
+    timeline = simulate(chain_of(NAMES, 0), specs_of(separate_reduce=True), costs_of(latency=1.0, compute=2.0))
+    assert timeline.exposed == pytest.approx(7.0, abs=1e-6), "three gathers in each pass and the last reduction"
+
+
+def test_the_host_waits_for_a_reduction_before_it_launches_the_next_one() -> None:
+    costs = replace(costs_of(0.0, compute=1.0), shard=CollectiveCost(0.0, MIB))
+    specs = {name: replace(spec, full_bytes=0, gradient_bytes=3 * 8 * MIB // 7) for name, spec in specs_of().items()}
+    spans = {span.label: span for span in simulate(chain_of(NAMES, 1), specs, costs).spans}
+    assert spans["gradients ready b"].begin == pytest.approx(spans["reduce c"].begin)
+    assert spans["gradients ready a"].begin == pytest.approx(spans["reduce c"].end) == pytest.approx(7.0)
+
+
+@given(SECONDS, SECONDS, SECONDS, st.integers(0, 3))
+def test_a_step_takes_at_least_its_computation_and_its_wire_and_more_with_a_longer_latency(
+    latency: float, more: float, compute: float, ahead: int
+) -> None:
+    plan = chain_of(NAMES, ahead)
+    timeline = simulate(plan, specs_of(), costs_of(latency, compute))
+    wire = sum(span.end - span.begin for span in timeline.spans if span.stream != "compute")
+    assert timeline.seconds >= max(6 * compute, wire) - 1e-9
+    assert timeline.exposed >= -1e-9
+    assert simulate(plan, specs_of(), costs_of(latency + more, compute)).seconds >= timeline.seconds - 1e-9
+
+
+def test_the_time_of_a_group_is_that_of_all_its_runs() -> None:
+    costs = costs_of(latency=0.0, compute=1.0)
+    once, repeated = (simulate(chain_of(order, 0), specs_of(), costs) for order in (NAMES, 2 * NAMES))
+    assert repeated.seconds == pytest.approx(once.seconds)
+
+
+def test_messages_are_copied_once_by_the_first_wait_of_their_groups() -> None:
+    costs = replace(costs_of(0.0, 0.0), copy_bandwidth=MIB)
+    specs = specs_of(gather_copied_bytes=MIB)
+    fused = s.Schedule((s.Step(Event(Hook.PRE_FORWARD, "a"), (s.Gather(tuple("abc")), s.Wait("a"), s.Wait("b"))),))
+    assert [(span.label, span.end - span.begin) for span in simulate(fused, specs, costs).spans[1:]] == [
+        ("copy out of gather a", 3.0)
+    ]
+
+
+def test_replicas_add_their_all_reduce() -> None:
+    plain, hybrid = specs_of(), specs_of(replicas=4)
+    seconds = [
+        simulate(chain_of(NAMES, 1), specs, costs_of(latency=0.5, compute=2.0)).seconds for specs in (plain, hybrid)
+    ]
+    assert seconds[1] == pytest.approx(seconds[0] + 1.0, abs=1e-6), "the last one, which nothing hides"
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert CollectiveCost(1.0, 1.0).seconds(MIB, 1) == 0.0
+    assert CollectiveCost(1.0, 0.5 * MIB, per_rank=3.0).seconds(MIB, 2) == 1.0 + 3.0 + 1.0
+    assert CollectiveCost(1.0, 0.5 * MIB, per_rank=3.0).seconds(MIB, 2, messages=2) == 2 * (1.0 + 3.0) + 1.0

@@ -17,7 +17,7 @@ from tests._internals import _MOST_FORWARDS, root_of, state_of
 from tests.helpers.models import Chain
 from tests.helpers.sharding import sharded
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.behaviour("B-04"), pytest.mark.usefixtures("one_rank")]
 
 
 def onto_meta(layer: Any) -> None:
@@ -25,7 +25,6 @@ def onto_meta(layer: Any) -> None:
     group.axes = replace(group.axes, device=torch.device("meta"))
 
 
-@pytest.mark.behaviour("B-04")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -64,7 +63,6 @@ def test_the_first_forward_names_both_modules_and_values(change: Callable[[Any],
     assert str(caught.value) == text
 
 
-@pytest.mark.behaviour("B-04")
 @pytest.mark.parametrize("choice", ["prefetch_limit", "max_unsharded_bytes", "max_fused_bytes"])
 def test_inner_modules_refuse_root_settings_after_the_first_forward(choice: str) -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
@@ -78,7 +76,6 @@ def test_inner_modules_refuse_root_settings_after_the_first_forward(choice: str)
     model(torch.ones(1, 8)).sum().backward()
 
 
-@pytest.mark.behaviour("B-04")
 def test_settings_that_move_parameters_are_refused_between_forward_and_backward() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     output = model(torch.ones(1, 8)).sum()
@@ -99,7 +96,6 @@ def test_settings_that_move_parameters_are_refused_between_forward_and_backward(
     model(torch.ones(1, 8)).sum().backward()
 
 
-@pytest.mark.behaviour("B-04")
 def test_settings_that_move_parameters_are_allowed_after_the_last_backward() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     model.layers[0].requires_grad_(False)
@@ -114,7 +110,6 @@ def test_settings_that_move_parameters_are_allowed_after_the_last_backward() -> 
     sharded(model).set_reduce_scatter_unused_params(True)
 
 
-@pytest.mark.behaviour("B-04")
 def test_root_settings_apply_to_all_groups_and_can_be_corrected() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     root, layer = sharded(model), sharded(model.layers[0])
@@ -136,13 +131,11 @@ def test_forwards_without_backward_are_dropped() -> None:
     assert len(forwards) == _MOST_FORWARDS - 1
 
 
-@pytest.mark.behaviour("B-04")
 def test_a_copy_has_groups_inside_where_the_original_has() -> None:
     model = copy.deepcopy(fully_shard(Chain(), policy={nn.Linear}))
     assert [state_of(each).has_nested_states for each in (model, *model.layers)] == [True, False, False, False, False]
 
 
-@pytest.mark.behaviour("B-04")
 def test_a_setter_replaces_the_options_of_a_state_if_it_changes_them() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     layer, state = model.layers[0], state_of(model.layers[0])

@@ -18,7 +18,7 @@ from composable_fsdp import FSDPModule, GradientReductionHandle, UnshardHandle, 
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from tests._internals import CommStream, root_of, state_of
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.behaviour("A-01"), pytest.mark.usefixtures("one_rank")]
 
 T = TypeVar("T")
 
@@ -77,7 +77,6 @@ def modules() -> list[nn.Module]:
     ]
 
 
-@pytest.mark.behaviour("A-01")
 @pytest.mark.parametrize("module", modules(), ids=lambda module: type(module).__name__)
 def test_a_sharded_module_is_an_instance_of_its_own_class_and_of_both_fsdp_classes(module: nn.Module) -> None:
     original = type(module)
@@ -92,7 +91,6 @@ def test_a_sharded_module_is_an_instance_of_its_own_class_and_of_both_fsdp_class
     (out[0] if isinstance(out, tuple) else out).sum().backward()
 
 
-@pytest.mark.behaviour("A-01")
 def test_modules_of_one_class_share_their_sharded_class_and_others_keep_theirs() -> None:
     first, second, bystander = nn.Linear(2, 2), nn.Linear(3, 3), nn.Linear(2, 2)
     fully_shard(first)
@@ -102,14 +100,12 @@ def test_modules_of_one_class_share_their_sharded_class_and_others_keep_theirs()
     assert not isinstance(bystander, FSDPModule)
 
 
-@pytest.mark.behaviour("A-01")
 def test_only_the_given_module_changes_its_class() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     fully_shard(model)
     assert [type(m) for m in model.modules()][1:] == [nn.Linear, nn.Sequential, nn.Linear]
 
 
-@pytest.mark.behaviour("A-01")
 def test_slicing_and_indexing_a_sharded_container_gives_plain_ones() -> None:
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model = nn.Sequential(OrderedDict(first=nn.Linear(2, 2), second=inner, third=nn.Linear(2, 2)))
@@ -128,7 +124,6 @@ def test_slicing_and_indexing_a_sharded_container_gives_plain_ones() -> None:
     assert isinstance(model[1], FSDPModule)
 
 
-@pytest.mark.behaviour("A-01")
 def test_calling_the_sharded_class_builds_the_original() -> None:
     module = fully_shard(WithNew(3))
     made = type(module)(4, fill=2.0)
@@ -162,7 +157,7 @@ def sharded_linear() -> type:
     return type(fully_shard(nn.Linear(1, 1)))
 
 
-@pytest.mark.behaviour("A-01", "I-01")
+@pytest.mark.behaviour("I-01")
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -184,7 +179,6 @@ def test_no_attribute_comes_from_torchs_class(ours: Callable[[], type], theirs: 
     assert sorted(name for name in names if is_from_torch_fsdp(cls, name)) == []
 
 
-@pytest.mark.behaviour("A-01")
 def test_the_compat_check_notices_an_inherited_method() -> None:
     class Careless(torch_fsdp.FSDPModule):
         set_is_last_backward = torch_fsdp.FSDPModule.set_is_last_backward

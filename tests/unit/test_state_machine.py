@@ -50,10 +50,8 @@ def reachable(table: Table, start: Enum) -> set[Enum]:
 
 
 def draw_transitions(table: Table, start: Enum) -> str:
-    """Draw ``table`` as a tree from ``start``. Each state shows its operations where it is first reached.
-
-    An operation that leads from every state to the same one has a line of its own, before the tree.
-    """
+    """Draw ``table`` as a tree from ``start``. Each state shows its operations where it is first reached. An operation
+    that leads from every state to the same one has a line of its own, before the tree."""
     ends: dict[Enum, dict[Enum, Enum]] = {}
     for (begin, operation), end in table.items():
         ends.setdefault(begin, {})[operation] = end
@@ -159,9 +157,6 @@ def test_an_illegal_gradient_operation_has_the_same_error_format() -> None:
     )
     with pytest.raises(LifecycleError, match=f"^{re.escape(message)}$"):
         advance(GRADIENT_TRANSITIONS, G.NONE, GO.COMPLETE, "")
-
-
-# -- the passes of a root
 
 
 class Unseen:

@@ -17,6 +17,8 @@ from composable_fsdp.plan import ACCELERATORS
 from tests._internals import KnownAccelerator, StrategyName, as_strategy, default_mesh, resolve_strategy
 from tests.helpers.sharding import fake_ranks
 
+pytestmark = pytest.mark.behaviour("B-02")
+
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
 
@@ -31,7 +33,6 @@ def test_types_of_words_have_the_known_words() -> None:
     assert set(get_args(KnownAccelerator)) == set(ACCELERATORS)
 
 
-@pytest.mark.behaviour("B-02")
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 def test_names_enums_and_torchs_enums_are_the_same(strategy: ShardingStrategy) -> None:
     torchs = next(each for each in TorchShardingStrategy if each.name.lstrip("_") == strategy.name)
@@ -39,7 +40,6 @@ def test_names_enums_and_torchs_enums_are_the_same(strategy: ShardingStrategy) -
         assert as_strategy(given) is strategy
 
 
-@pytest.mark.behaviour("B-02")
 @pytest.mark.parametrize("given", ["FULL", 3, None])
 def test_the_error_for_an_unknown_strategy_lists_all(given: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -49,7 +49,6 @@ def test_the_error_for_an_unknown_strategy_lists_all(given: object) -> None:
     )
 
 
-@pytest.mark.behaviour("B-02")
 @pytest.mark.parametrize(
     ("strategy", "shape", "reshard"),
     [
@@ -60,9 +59,7 @@ def test_the_error_for_an_unknown_strategy_lists_all(given: object) -> None:
         ("HYBRID_SHARD_ZERO2", (4, 2), False),
     ],
 )
-def test_the_default_mesh_is_made_once(
-    strategy: str, shape: tuple[int, ...], reshard: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_mesh_is_made_once(strategy: str, shape, reshard: bool | None, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     resolved = resolve_strategy(ShardingStrategy[strategy], None, None, None)
     assert tuple(resolved.mesh.shape) == shape
@@ -70,7 +67,7 @@ def test_the_default_mesh_is_made_once(
     assert resolve_strategy(ShardingStrategy[strategy], None, None, None).mesh is resolved.mesh
 
 
-@pytest.mark.behaviour("B-02", "A-16")
+@pytest.mark.behaviour("A-16")
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 def test_any_mesh_of_one_rank_serves_every_strategy(strategy: ShardingStrategy) -> None:
     dist.destroy_process_group()
@@ -79,7 +76,6 @@ def test_any_mesh_of_one_rank_serves_every_strategy(strategy: ShardingStrategy) 
         assert resolve_strategy(strategy, mesh, None, None).mesh.size() == 1
 
 
-@pytest.mark.behaviour("B-02")
 @pytest.mark.parametrize(
     ("strategy", "shape", "message"),
     [
@@ -110,7 +106,6 @@ def test_an_unsuitable_mesh_is_refused(strategy: str, shape: tuple[int, ...], me
     assert str(caught.value) == message
 
 
-@pytest.mark.behaviour("B-02")
 def test_suitable_meshes_are_used_unchanged() -> None:
     flat, replicas, both = (init_device_mesh("cpu", shape) for shape in ((8,), (8, 1), (2, 4)))
     assert resolve_strategy(ShardingStrategy.SHARD_GRAD_OP, flat, None, None).mesh is flat
@@ -119,7 +114,6 @@ def test_suitable_meshes_are_used_unchanged() -> None:
         assert resolve_strategy(strategy, both, None, None).mesh is both
 
 
-@pytest.mark.behaviour("B-02")
 def test_named_dims_take_precedence_over_the_shape() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("host", "local", "tp"))
     both = DataParallelMeshDims(shard="local", replicate="host")
@@ -132,7 +126,6 @@ def test_named_dims_take_precedence_over_the_shape() -> None:
         resolve_strategy(ShardingStrategy.FULL_SHARD, mesh, both, None)
 
 
-@pytest.mark.behaviour("B-02")
 @pytest.mark.parametrize(
     ("told", "found"), [("8", "LOCAL_WORLD_SIZE=8"), ("3", "LOCAL_WORLD_SIZE=3"), (None, "LOCAL_WORLD_SIZE is not set")]
 )
@@ -149,7 +142,6 @@ def test_hybrid_strategies_need_several_hosts(told: str | None, found: str, monk
     )
 
 
-@pytest.mark.behaviour("B-02")
 @pytest.mark.parametrize(
     ("strategy", "reshard", "text"),
     [

@@ -148,9 +148,7 @@ def test_a_step_lasts_from_forward_to_forward_with_what_is_between() -> None:
         ((0.8, 0.2, 0.4), (0.8, 0.2, 0.41), ""),  # both wait for data as long as each other
     ],
 )
-def test_the_rank_that_others_wait_for_is_named(
-    own: tuple[float, float, float], others: tuple[float, float, float], text: str
-) -> None:
+def test_the_rank_that_others_wait_for_is_named(own, others: tuple[float, float, float], text: str) -> None:
     late, *waiting = [
         steps_of(title, passes=passes, between=between, waits=waits)
         for title, (passes, between, waits) in (("rank 9", own), ("rank 0", others), ("rank 1", others))
@@ -191,9 +189,7 @@ def test_the_lanes_of_a_chrome_trace_do_not_overlap(tmp_path: Path) -> None:
             assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in pairwise(spans)), lane
 
 
-def test_a_picture_of_overlapping_slices_has_few_texts_and_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_of_overlapping_slices_has_few_texts_and_lines(tmp_path: Path, monkeypatch) -> None:
     """A damaged file may have any number of waits and passes in a step; each text and line took 0.5 ms."""
     axes = pytest.importorskip("matplotlib.axes").Axes
     made: list[str] = []
@@ -237,9 +233,6 @@ def test_notebooks_show_reports_as_they_are_printed() -> None:
         "root   all-gather         2  1,000        2,000   0.50\n"
         "total                        1,000        2,000   0.50"
     )
-
-
-# -- runs and the command
 
 
 def test_an_environment_variable_records_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
-"""Trace events, the recorder and the memory ledger."""
+"""Trace events, the recorder, the memory ledger, and the comparison of ``assert_trace``."""
 
 from __future__ import annotations
 
 import doctest
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from composable_fsdp import trace
 from composable_fsdp.trace import Operation, Recorder, TraceEvent, emit, ledger, listeners, now
-from tests.helpers.assert_trace import peak_groups
+from tests.helpers.assert_trace import assert_trace, peak_groups
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +123,36 @@ def test_the_example_in_the_documentation_is_true() -> None:
     failed, attempted = doctest.testmod(trace)
     assert attempted
     assert not failed
+
+
+def recorded_lines(*lines: str) -> Recorder:
+    with Recorder() as recorder:
+        for line in lines:
+            operation, group = line.split(" ")
+            emit(Operation(operation), group)
+    return recorder
+
+
+def difference(recorder: Sequence[TraceEvent] | Recorder, *lines: str) -> str:
+    with pytest.raises(AssertionError) as error:
+        assert_trace(recorder, *lines)
+    return str(error.value)
+
+
+def test_order_and_repetition_count() -> None:
+    assert_trace(recorded_lines("wait a", "wait b"), "wait a", "wait b")
+    difference(recorded_lines("wait a", "wait b"), "wait b", "wait a")
+    difference(recorded_lines("wait a", "wait a"), "wait a")
+
+
+def test_a_difference_is_shown() -> None:
+    actual = recorded_lines("allocate a", "unshard a", "unshard long.name", "wait a", "reduce a", "wait long.name")
+    assert difference(actual, "unshard a", "wait a", "unshard long.name", "wait long.name", "wait c").splitlines() == [
+        "The trace is not what was expected (unshard, wait; - expected, + actual):",
+        "  unshard a",
+        "+ unshard long.name",
+        "  wait a",
+        "- unshard long.name",
+        "  wait long.name",
+        "- wait c",
+    ]

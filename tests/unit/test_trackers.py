@@ -58,9 +58,7 @@ def test_readings_go_to_tensorboard(train_step: Any, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_readings_go_to_wandb_without_a_network(
-    train_step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readings_go_to_wandb_without_a_network(train_step: Any, tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,8 @@ from tests.helpers.cut_off_store import PartitionableStore
 from tests.helpers.fresh_process import run_program
 from tests.helpers.threads import run_in_threads
 
+pytestmark = pytest.mark.behaviour("H-03")
+
 OWN = OperationId((0, 1, 2), 7, "all-gather of layers.2 in forward")
 OTHER = OperationId((0, 1, 2), 7, "all-gather of layers.3 in forward")
 
@@ -69,7 +72,6 @@ def reports(**ranks: RankReport) -> dict[int, RankReport]:
 WAITING = RankReport(0, 3, OWN, 1.2)
 
 
-@pytest.mark.behaviour("H-03")
 def test_reports_survive_the_store() -> None:
     for report in (
         WAITING,
@@ -81,7 +83,6 @@ def test_reports_survive_the_store() -> None:
         assert RankReport.decoded(report.encoded()) == report
 
 
-@pytest.mark.behaviour("H-03")
 def test_ranks_that_work_or_wait_for_the_same_operation_are_waited_for() -> None:
     assert diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, last=OWN), c=RankReport(2, 3, OWN, 0.4))) is None
     other_line = OperationId(OWN.ranks, OWN.number, "reduce-scatter of layers.3", "another group of the same ranks")
@@ -97,7 +98,7 @@ def test_ranks_waiting_for_different_operations_have_diverged() -> None:
     assert "rank 0: all-gather of layers.2 in forward\n  rank 1: all-gather of layers.3 in forward" in str(error)
 
 
-@pytest.mark.behaviour("H-03", "H-05")
+@pytest.mark.behaviour("H-05")
 def test_a_rank_that_failed_is_named_with_what_it_raised() -> None:
     failed = RankReport(2, 3, failure="raised ValueError: boom in the forward of layers.1")
     error = diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=failed))
@@ -105,7 +106,7 @@ def test_a_rank_that_failed_is_named_with_what_it_raised() -> None:
     assert "cannot be done: rank 2 raised ValueError: boom in the forward of layers.1 (3 steps done)" in str(error)
 
 
-@pytest.mark.behaviour("H-03", "H-05")
+@pytest.mark.behaviour("H-05")
 @pytest.mark.parametrize("failure", [RESET, ABANDONED])
 def test_a_rank_that_has_called_a_reset_comes_no_more_unless_it_has_done_its_part(failure: str) -> None:
     def found(meeting: tuple[int, ...], *done: OperationId) -> FSDPError | None:
@@ -123,7 +124,7 @@ def test_a_rank_that_has_called_a_reset_comes_no_more_unless_it_has_done_its_par
     assert found((1, 3)) is None  # of another model: it comes once these ranks have met
 
 
-@pytest.mark.behaviour("H-03", "H-05")
+@pytest.mark.behaviour("H-05")
 def test_a_rank_without_a_report_after_a_lost_connection_is_gone() -> None:
     records = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0))
     assert "cannot be done: rank 2 is gone. Look for" in str(diagnose(OWN, records, lost="closed"))
@@ -137,7 +138,7 @@ def test_a_rank_without_a_report_after_a_lost_connection_is_gone() -> None:
     assert "cannot be done: a connection was lost." in str(diagnose(OWN, back, lost="closed"))
 
 
-@pytest.mark.behaviour("H-03", "H-05")
+@pytest.mark.behaviour("H-05")
 def test_the_last_operation_of_a_rank_that_is_gone_is_named() -> None:
     """It is the last operation that any rank completed with the lost rank, preferably over the same connections."""
     done = [OperationId(OWN.ranks, number, f"all-gather of layers.{number} in forward") for number in (5, 6)]
@@ -159,11 +160,20 @@ def test_all_ranks_raise_the_error_found_by_rank_0() -> None:
     assert type(diagnose(OWN, reports(b=RankReport(1, verdict="rank 2 is gone")))) is PeerError
 
 
-@pytest.mark.behaviour("H-03")
+@contextmanager
+def watching(*stores: Any, ranks: int = 2) -> Iterator[list[Watchdog]]:
+    """Run a watchdog for each of the first ranks, over these stores."""
+    watchdogs = [Watchdog(store, rank, ranks) for rank, store in enumerate(stores)]
+    try:
+        yield watchdogs
+    finally:
+        for each in watchdogs:
+            each.stop()
+
+
 def test_an_unresponsive_store_does_not_block_ranks() -> None:
     store = PartitionableStore(dist.HashStore())
-    watchdogs = [Watchdog(dist.PrefixStore("watch", store), rank, 2) for rank in range(2)]
-    try:
+    with watching(*(dist.PrefixStore("watch", store) for _ in range(2))) as watchdogs:
         assert set(watchdogs[0].collect_reports([0, 1])) == {0, 1}
         begin = time.monotonic()
         with store.cut_off():
@@ -172,9 +182,6 @@ def test_an_unresponsive_store_does_not_block_ranks() -> None:
                 watchdogs[0].meet([0, 1], "here", 1.0, "all must come")
         assert time.monotonic() - begin < 10
         assert set(watchdogs[0].collect_reports([0, 1], 10.0)) == {0, 1}
-    finally:
-        for watchdog in watchdogs:
-            watchdog.stop()
 
 
 class SlowStore:
@@ -192,20 +199,14 @@ class SlowStore:
         return getattr(self._store, name)
 
 
-@pytest.mark.behaviour("H-03")
 def test_ranks_rendezvous_over_a_store_slower_than_the_wait_between_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_STORE_SECONDS", 0.1)
     store = dist.HashStore()
-    watchdogs = [Watchdog(SlowStore(store, 0.5), rank, 2) for rank in range(2)]
-    try:
+    with watching(*(SlowStore(store, 0.5) for _ in range(2))) as watchdogs:
         calls = [partial(each.meet, [0, 1], f"of {each.rank}", 30.0, "all must come") for each in watchdogs]
         assert run_in_threads(calls, 5e-3) == [{"of 0": [0], "of 1": [1]}] * 2
-    finally:
-        for each in watchdogs:
-            each.stop()
 
 
-@pytest.mark.behaviour("H-03")
 def test_a_store_that_never_answers_is_an_error_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_STORE_SECONDS", 0.1)
     store = SlowStore(dist.HashStore(), None)
@@ -221,18 +222,14 @@ def test_a_store_that_never_answers_is_an_error_after_the_timeout(monkeypatch: p
         alone.stop()
 
 
-@pytest.mark.behaviour("H-03", "H-05")
+@pytest.mark.behaviour("H-05")
 def test_a_rank_reported_lost_is_not_waited_for() -> None:
     store = dist.HashStore()
-    watchdogs = [Watchdog(dist.PrefixStore("watch", store), rank, 3) for rank in range(2)]
-    try:
+    with watching(*(dist.PrefixStore("watch", store) for _ in range(2)), ranks=3) as watchdogs:
         watchdogs[1].give_up(PeerError("rank 2 is gone"))
         begin = time.monotonic()
         assert watchdogs[0].collect_reports([0, 1, 2], 30.0)[1].verdict == "rank 2 is gone"
         assert time.monotonic() - begin < 29.0  # not the 30 s of the call
-    finally:
-        for watchdog in watchdogs:
-            watchdog.stop()
 
 
 class UnreliableStore:
@@ -249,22 +246,14 @@ class UnreliableStore:
         return getattr(self._store, name)
 
 
-@pytest.mark.behaviour("H-03")
 @pytest.mark.parametrize("failures", [2, 30])
 def test_a_temporary_store_failure_is_retried(failures: int) -> None:
     store = UnreliableStore(dist.HashStore())
-    watchdogs = [Watchdog(store, 0, 2), Watchdog(store._store, 1, 2)]
-    try:
+    with watching(store, store._store) as watchdogs:
         store.failures = failures
         time.sleep(1.2)
         answers = set(watchdogs[1].collect_reports([0, 1], 1.0))
         assert answers == ({0, 1} if failures == 2 else {1})
-    finally:
-        for watchdog in watchdogs:
-            watchdog.stop()
-
-
-# -- warnings
 
 
 @pytest.fixture
@@ -274,9 +263,7 @@ def first_warning() -> Iterator[Callable[[float | None], None]]:
 
 
 @pytest.mark.behaviour("H-07")
-def test_a_wait_is_warned_of_after_the_set_time_and_then_at_growing_intervals(
-    first_warning: Callable[[float | None], None],
-) -> None:
+def test_a_wait_is_warned_of_after_the_set_time_and_then_at_growing_intervals(first_warning) -> None:
     times = WarningTimes()
     assert [second for second in range(400) if times.is_due("all-gather", second)] == [30, 60, 120, 240]
     assert [second for second in range(40) if times.is_due("another", second)] == [30]
@@ -289,20 +276,14 @@ def test_a_wait_is_warned_of_after_the_set_time_and_then_at_growing_intervals(
 
 
 @pytest.mark.behaviour("H-07")
-def test_a_rank_that_meets_others_warns_of_those_that_are_late(
-    first_warning: Callable[[float | None], None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_that_meets_others_warns_of_those_that_are_late(first_warning, caplog) -> None:
     first_warning(0.2)
     store = dist.HashStore()
-    pair = [Watchdog(store, rank, 2) for rank in range(2)]
-    try:
+    with watching(store, store) as pair:
         late = threading.Timer(1.0, lambda: pair[1].meet([0, 1], "here", 30.0, "all must come"))
         late.start()
         pair[0].meet([0, 1], "here", 30.0, "all must come")
         late.join()
-    finally:
-        for each in pair:
-            each.stop()
     assert re.match(r"all must come: waiting for rank 1, for \d+\.\d s\.\n  rank 1 is at work \(", caplog.messages[0])
 
 
@@ -391,18 +372,6 @@ def test_stacks_can_be_read_while_threads_enter_python_and_garbage_is_collected(
     assert result.returncode == 0, result.stderr
 
 
-def test_a_handled_interrupt_ends_no_later_wait() -> None:
-    main_thread.listen()
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    main_thread.stop_listening()
-    main_thread.listen()
-    try:
-        assert not main_thread.arrived()
-    finally:
-        main_thread.stop_listening()
-
-
 def test_an_interrupt_that_the_user_handles_ends_no_wait() -> None:
     handled: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: handled.append(number))
@@ -416,12 +385,16 @@ def test_an_interrupt_that_the_user_handles_ends_no_wait() -> None:
     assert handled == [signal.SIGINT]
 
 
-def test_an_interrupt_of_a_wait_is_seen_once() -> None:
+@pytest.mark.parametrize("handled", [False, True])
+def test_an_interrupt_is_seen_once_and_only_by_the_wait_in_which_it_came(handled: bool) -> None:
     main_thread.listen()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    if handled:
+        main_thread.stop_listening()
+        main_thread.listen()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        assert main_thread.arrived()
+        assert main_thread.arrived() is not handled
         assert not main_thread.arrived()
     finally:
         main_thread.stop_listening()
@@ -460,9 +433,6 @@ def test_store_threads_have_ended_when_python_exits() -> None:
     assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr
 
 
-# -- passes that end with an exception
-
-
 def fail(*_: object) -> None:
     raise ArithmeticError("test failure")
 
@@ -477,7 +447,7 @@ def backward_of(running: RunningPass, end: Callable[[], None], *, fails: bool) -
     middle.sum().backward()
 
 
-@pytest.mark.behaviour("H-01", "H-03")
+@pytest.mark.behaviour("H-01")
 @pytest.mark.parametrize("fails", [True, False], ids=["in a gradient", "in the callback"])
 def test_a_backward_that_raised_is_left_before_its_exception_is_caught(fails: bool) -> None:
     running = RunningPass("backward", "root", None)
@@ -489,7 +459,7 @@ def test_a_backward_that_raised_is_left_before_its_exception_is_caught(fails: bo
     assert not records
 
 
-@pytest.mark.behaviour("H-01", "H-03")
+@pytest.mark.behaviour("H-01")
 def test_a_backward_runs_while_others_begin_and_fail_inside_it() -> None:
     outer, inner = RunningPass("backward", "outer", None), RunningPass("backward", "inner", None)
     records: list[str] = []
@@ -515,7 +485,7 @@ def test_a_backward_runs_while_others_begin_and_fail_inside_it() -> None:
     assert records == ["", "raised in the backward of inner", ""]
 
 
-@pytest.mark.behaviour("H-01", "H-03", "H-06")
+@pytest.mark.behaviour("H-01", "H-06")
 def test_a_forward_has_ended_once_its_frame_ended_even_if_the_frame_is_referenced() -> None:
     passes: list[RunningPass] = []
     begun, interrupt_it = threading.Event(), threading.Event()
@@ -578,9 +548,6 @@ def test_only_one_module_reads_stacks_of_other_threads() -> None:
     sources = {path.name: path.read_text() for path in Path(composable_fsdp.__file__).parent.rglob("*.py")}
     assert [name for name, text in sources.items() if "_current_frames" in text] == ["main_thread.py"]
     assert [name for name, text in sources.items() if "dump_traceback" in text] == []
-
-
-# -- order checks
 
 
 class Ranks:
@@ -713,7 +680,7 @@ def test_start_times_are_compared_only_within_one_time_namespace() -> None:
     assert has_died(f"{place} another-clock {process.pid} {later}")
 
 
-@pytest.mark.behaviour("H-03", "H-05")
+@pytest.mark.behaviour("H-05")
 def test_a_process_of_another_time_namespace_is_alive_until_it_ends() -> None:
     enter = ["unshare", "--time", "--boottime", "1000", "--fork", "--kill-child"]
     if shutil.which("unshare") is None or subprocess.run([*enter, "true"], capture_output=True).returncode != 0:
@@ -740,7 +707,7 @@ def test_a_process_of_another_time_namespace_is_alive_until_it_ends() -> None:
     assert has_died(identity)
 
 
-@pytest.mark.behaviour("H-03", "H-05")
+@pytest.mark.behaviour("H-05")
 def test_the_last_report_of_a_process_that_has_ended_is_read(watchdogs: Callable[[dist.Store], Watchdog]) -> None:
     store = dist.HashStore()
     failed = Watchdog(store, 1, 2)
@@ -788,9 +755,7 @@ def test_a_rank_waits_at_exit_for_the_process_at_fault(watchdogs: Callable[[dist
         assert process.poll() is not None
 
 
-def test_a_rank_waits_for_no_process_on_another_host_and_none_after_it_went_on(
-    watchdogs: Callable[[dist.Store], Watchdog], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_waits_for_no_process_on_another_host_and_none_after_it_went_on(watchdogs, monkeypatch) -> None:
     waits: list[Sequence[str]] = []
     monkeypatch.setattr(watchdog, "wait_for_ends", waits.append)
     store = dist.HashStore()

@@ -65,9 +65,7 @@ def test_a_bucket_has_no_gaps_and_every_tensor_is_aligned(tensors: list[tuple[tu
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(distributions(), DTYPES), min_size=1, max_size=4), st.integers(0, 100))
-def test_the_rows_of_all_ranks_make_the_full_tensors(
-    tensors: list[tuple[Distribution, torch.dtype]], seed: int
-) -> None:
+def test_the_rows_of_all_ranks_make_the_full_tensors(tensors, seed: int) -> None:
     """Lay out tensors of one distribution over axes as one message, write every rank's row, and unpack."""
     first = tensors[0][0]
     alike = [(d, t) for d, t in tensors if (d.num_shards, axes_of(d)) == (first.num_shards, axes_of(first))]

@@ -25,7 +25,7 @@ from tests._internals import Group, Scope, as_wrap_policy, plan_groups, state_of
 from tests.helpers.models import Block as TransformerBlock
 from tests.helpers.models import Chain, Transformer
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.behaviour("B-01"), pytest.mark.usefixtures("one_rank")]
 
 OPTIONS = {"reshard_after_forward", "mesh", "strategy"}
 BYTES = 4
@@ -41,8 +41,7 @@ class Block(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(experts)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.first(x))
-        return out
+        return self.second(self.first(x))
 
 
 class Decoder(nn.Module):
@@ -60,8 +59,7 @@ class Decoder(nn.Module):
         x = self.embedding(x)
         for block in self.blocks:
             x = block(x)
-        out: torch.Tensor = self.head(self.norm(x)) * self.scale
-        return out
+        return self.head(self.norm(x)) * self.scale
 
 
 def names(policy: object, model: nn.Module, **ignored: object) -> list[str]:
@@ -73,7 +71,6 @@ def names(policy: object, model: nn.Module, **ignored: object) -> list[str]:
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2", ""]
 
 
-@pytest.mark.behaviour("B-01")
 @pytest.mark.parametrize(
     "policy",
     [
@@ -95,7 +92,6 @@ def test_all_spellings_of_every_block_choose_the_blocks_and_the_model(policy: ob
     assert names(policy, Decoder()) == BLOCKS
 
 
-@pytest.mark.behaviour("B-01")
 @pytest.mark.parametrize("policy", [by_size(40), partial(size_based_auto_wrap_policy, min_num_params=40)])
 def test_by_size_counts_parameters_outside_of_chosen_submodules(policy: object) -> None:
     assert names(policy, Decoder()) == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head", ""]
@@ -106,7 +102,6 @@ def test_by_size_prefers_the_innermost_module_that_is_large_enough() -> None:
     assert names(by_size(1000), Decoder(1)) == [""]
 
 
-@pytest.mark.behaviour("B-01")
 def test_every_module_is_one_that_has_parameters_of_its_own() -> None:
     assert names(every_module(), Decoder(1)) == ["embedding", "blocks.0.first", "blocks.0.second", "norm", "head", ""]
 
@@ -122,7 +117,6 @@ def test_modules_whose_parameters_are_read_by_their_parent_are_never_chosen() ->
     assert "self_attn.out_proj" not in names(by_class(nn.Linear), layer)
 
 
-@pytest.mark.behaviour("B-01")
 def test_shared_modules_are_chosen_once_and_before_all_that_contain_them() -> None:
     shared = nn.Linear(2, 2)
     model = nn.ModuleDict({"a": nn.Sequential(nn.Sequential(shared)), "b": shared, "c": nn.Sequential(shared)})
@@ -130,7 +124,6 @@ def test_shared_modules_are_chosen_once_and_before_all_that_contain_them() -> No
     assert names(by_class(nn.Linear, nn.Sequential), root) == ["0.a.0.0", "0.a.0", "0.a", "0.c", "1", ""]
 
 
-@pytest.mark.behaviour("B-01")
 def test_a_module_used_in_several_groups_becomes_its_own_group() -> None:
     shared = Block()
     first, second = nn.Sequential(nn.Sequential(shared), shared), nn.Sequential(nn.Linear(2, 2), shared)
@@ -142,15 +135,12 @@ def test_a_module_used_in_several_groups_becomes_its_own_group() -> None:
     assert names(Fixed("0.0+0.1"), root) == ["0.0+0.1", ""]
 
 
-@pytest.mark.behaviour("A-11", "B-01")
+@pytest.mark.behaviour("A-11")
 def test_policies_skip_ignored_modules_and_parameters() -> None:
     model = Decoder()
     ignored = {id(m) for m in model.blocks[1].modules()}
     assert names({Block}, model, ignored_modules=ignored) == ["blocks.0", "blocks.2", ""]
     assert names({Block}, model, ignored_parameters={id(p) for p in model.blocks[0].parameters()}) == BLOCKS[1:]
-
-
-# -- transformer_blocks
 
 
 def test_stacks_of_several_classes_are_found_and_blocks_are_not_searched() -> None:
@@ -170,8 +160,7 @@ def test_stages_that_differ_in_width_are_opened() -> None:
             self.layers = stage(width)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layers(x)
-            return out
+            return self.layers(x)
 
     model = nn.Sequential(Stage(2), Stage(4))
     assert names(transformer_blocks(), model) == [f"{i}.layers.{j}" for i in range(2) for j in range(3)] + [""]
@@ -203,10 +192,6 @@ def test_the_error_for_a_model_without_blocks_says_what_to_do() -> None:
     )
 
 
-# -- overrides and errors
-
-
-@pytest.mark.behaviour("B-01")
 def test_overrides_apply_to_their_groups_including_the_model() -> None:
     model = Decoder(2)
 
@@ -248,7 +233,6 @@ def test_a_custom_policy_may_join_modules() -> None:
     assert names(Fixed("embedding+head", "blocks.0"), Decoder()) == ["embedding+head", "blocks.0", ""]
 
 
-@pytest.mark.behaviour("B-01")
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -278,7 +262,6 @@ def test_sizes_must_be_positive_ints(value: int) -> None:
         by_size(value)
 
 
-@pytest.mark.behaviour("B-01")
 @pytest.mark.parametrize(
     ("model", "policy", "message"),
     [
@@ -296,7 +279,7 @@ def test_mistakes_are_found_before_anything_is_sharded(model: Any, policy: Any, 
         assert not isinstance(each, nn.Module) or not any(isinstance(p, DTensor) for p in each.parameters())
 
 
-@pytest.mark.behaviour("B-01", "A-08")
+@pytest.mark.behaviour("A-08")
 def test_sharded_modules_keep_their_settings() -> None:
     model = Transformer(tied=False)
     fully_shard(model.layers[0], reshard_after_forward=False)
@@ -309,7 +292,7 @@ def test_sharded_modules_keep_their_settings() -> None:
         fully_shard(model, policy={TransformerBlock})
 
 
-@pytest.mark.behaviour("B-01", "B-02")
+@pytest.mark.behaviour("B-02")
 def test_a_groups_own_strategy_or_resharding_overrides_that_of_the_call() -> None:
     def choose(module: nn.Module, name: str) -> bool | dict[str, object]:
         if name == "layers.0":
@@ -333,7 +316,7 @@ def test_groups_list_the_owners_of_shared_parameters() -> None:
     assert owner_states == [(), (state_of(owned),)]
 
 
-@pytest.mark.behaviour("B-01", "A-14")
+@pytest.mark.behaviour("A-14")
 @pytest.mark.parametrize(
     "model",
     [

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp import clip_grad_norm_, local_optimizer
+from composable_fsdp import clip_grad_norm_
 from tests.helpers.comparison.rows import Library, batch, compare_gradients, row, seeded
 
 SECTION = "Gradients"
@@ -30,56 +29,8 @@ class Branches(nn.Module):
         return self.branch(x) + x if branch else x
 
 
-def bf16(library: Library) -> Any:
-    return library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
 def is_ours(library: Library) -> bool:
     return bool(library.__name__ == "composable_fsdp")
-
-
-@row(
-    "A parameter is first used in the last microbatch of an accumulation, with `param_dtype` and `reduce_dtype`",
-    torch="an assertion about mixed gradient dtypes",
-    torch_reports=r"AssertionError: FSDP reduce-scatter expects uniform gradient dtype",
-    here="the sum, in the reduce dtype",
-    reason="The data may decide which microbatch uses a parameter first.",
-    mended_in="2.15",
-)
-def first_used_in_the_last_microbatch(library: Library, mesh: DeviceMesh) -> str:
-    rank = dist.get_rank()
-    model = library.fully_shard(seeded(Branches), mesh=mesh, mp_policy=bf16(library))
-    model.set_requires_gradient_sync(False)
-    model(batch(0, rank), branch=False).float().sum().backward()
-    model.set_requires_gradient_sync(True)
-    model(batch(1, rank)).float().sum().backward()
-
-    def loss(reference: nn.Module, rank: int) -> torch.Tensor:
-        first = reference(batch(0, rank).bfloat16(), branch=False).float().sum()
-        return first + reference(batch(1, rank).bfloat16()).float().sum()
-
-    return compare_gradients(model, seeded(Branches).to(torch.bfloat16), loss, rtol=2e-2, atol=2e-1)
-
-
-@row(
-    "Parameters are frozen in the first forward and thawed later, with `param_dtype` and `reduce_dtype`",
-    torch="backward raises",
-    torch_reports=r"RuntimeError: attempting to assign a gradient with dtype",
-    here="trains",
-    reason="Thawing layers during training is common in fine-tuning.",
-    mended_in="2.14",
-)
-def thawed_after_the_first_forward(library: Library, mesh: DeviceMesh) -> str:
-    rank = dist.get_rank()
-    model = library.fully_shard(seeded(Branches), mesh=mesh, mp_policy=bf16(library))
-    model.requires_grad_(False)
-    model(batch(0, rank))
-    model.requires_grad_(True)
-    model(batch(1, rank)).float().sum().backward()
-    reference = seeded(Branches).to(torch.bfloat16)
-    return compare_gradients(
-        model, reference, lambda m, r: m(batch(1, r).bfloat16()).float().sum(), rtol=2e-2, atol=2e-1
-    )
 
 
 @row(
@@ -130,26 +81,6 @@ def hook_on_a_sharded_parameter(library: Library, mesh: DeviceMesh) -> str:
     model.weight.register_hook(seen.append)
     model(torch.ones(2, 4)).sum().backward()
     return f"{len(seen)} calls"
-
-
-@row(
-    "`reset_iter_state()` in an accumulation under `set_requires_gradient_sync(False)`",
-    torch="keeps the accumulated gradients, against its documentation",
-    torch_reports=r"^wrong: gradient of trunk.weight",
-    here="drops them",
-    reason="The method restarts a step.",
-    mended_in="2.15",
-    since="2.13",
-)
-def reset_in_an_accumulation(library: Library, mesh: DeviceMesh) -> str:
-    rank = dist.get_rank()
-    model = library.fully_shard(seeded(Branches), mesh=mesh)
-    model.set_requires_gradient_sync(False)
-    model(100 * batch(5, rank)).sum().backward()
-    model.reset_iter_state()
-    model.set_requires_gradient_sync(True)
-    model(batch(0, rank)).sum().backward()
-    return compare_gradients(model, seeded(Branches), lambda m, r: m(batch(0, r)).sum())
 
 
 @row(
@@ -253,27 +184,6 @@ def norm_over_two_meshes(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    "`Rprop` on sharded parameters",
-    torch="`DTensor` cannot run one of its operators in place: the step raises",
-    torch_reports=r"^(RuntimeError|NotImplementedError): .*aten.index_put_",
-    here="`local_optimizer(Rprop(...))` steps on the local shards",
-    reason="Element-wise optimizers need no communication.",
-    mended_in="2.15",
-)
-def rprop(library: Library, mesh: DeviceMesh) -> str:
-    model, reference = library.fully_shard(seeded(Branches), mesh=mesh), seeded(Branches)
-    optimizer: Any = torch.optim.Rprop(model.parameters())
-    if is_ours(library):
-        optimizer = local_optimizer(optimizer)
-    model(batch(0, 0)).sum().backward()
-    optimizer.step()
-    reference(batch(0, 0)).sum().backward()
-    torch.optim.Rprop(reference.parameters()).step()
-    same = torch.equal(model.trunk.weight.full_tensor(), reference.trunk.weight)
-    return "right" if same else "wrong"
-
-
-@row(
     "Trainable parameters of one group have two dtypes",
     torch="an assertion about uniform dtypes, at the first forward",
     torch_reports=r"AssertionError: FSDP expects uniform original parameter dtype",
@@ -347,33 +257,6 @@ def module_that_all_ranks_skip(library: Library, mesh: DeviceMesh) -> str:
     if gradient is None:
         return "none"
     return "zeros" if not gradient.to_local().any() else "something else"
-
-
-@row(
-    "A pending sum over a tensor-parallel axis, with `reduce_dtype=torch.float32`: 256 + 1",
-    torch="summed in `param_dtype`: 256",
-    torch_reports=r"^256 \| 256$",
-    here="summed in `reduce_dtype`: 257",
-    our_reports=r"^257 \| 257$",
-    reason="`reduce_dtype` is the dtype of sums over ranks, on every axis.",
-    mended_in="2.15",
-)
-def sum_over_a_tensor_parallel_axis(library: Library, mesh: DeviceMesh) -> str:
-    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-
-    class Replicated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(distribute_tensor(torch.zeros(4), both["tp"], [Replicate()]))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weight: Any = self.weight
-            return (weight.to_local(grad_placements=[Partial()]) * x).sum()
-
-    model: Any = library.fully_shard(Replicated(), mesh=both["dp"], mp_policy=bf16(library))
-    model.set_force_sum_reduction_for_comms(True)
-    model(torch.full((4,), 1.0 if dist.get_rank() else 256.0)).backward()
-    return f"{model.weight.grad.to_local()[0].item():g}"
 
 
 @row(

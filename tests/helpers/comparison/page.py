@@ -37,12 +37,8 @@ def render() -> str:
 
 def _table(title: str, rows: list[Row]) -> str:
     lines = [f"## {title}", "", "| program | torch's FSDP2 | here | reason | test |", "|---|---|---|---|---|"]
-    lines += [f"| {row.title} | {_of_torch(row)} | {row.here} | {row.reason} | `{row.name}` |" for row in rows]
+    lines += [f"| {row.title} | {row.torch} | {row.here} | {row.reason} | `{row.name}` |" for row in rows]
     return "\n".join([*lines, ""])
-
-
-def _of_torch(row: Row) -> str:
-    return row.torch if row.mended_in is None else f"{row.torch}; as here from {row.mended_in} on"
 
 
 if __name__ == "__main__":

@@ -40,9 +40,6 @@ def after_one_step(train: Callable[[nn.Module, torch.optim.Optimizer, int], None
     return "right" if same else "wrong: output of old parameters"
 
 
-# -- optimizers
-
-
 @row(
     "The optimizer is built before `fully_shard`",
     torch="it updates nothing, silently",
@@ -115,9 +112,6 @@ def kept_after_backward(library: Library, mesh: DeviceMesh) -> str:
     model = library.fully_shard(seeded(two_layers), mesh=mesh)
     model.set_reshard_after_backward(False)
     return after_one_step(train, model)
-
-
-# -- resharding and layouts
 
 
 @row(
@@ -202,9 +196,6 @@ def attributes_of_parameters(library: Library, mesh: DeviceMesh) -> str:
     sharded = hasattr(model.weight, "is_embedding")
     model.unshard()
     return "right" if sharded and hasattr(model.weight, "is_embedding") else "lost"
-
-
-# -- calls
 
 
 @row(
@@ -311,9 +302,6 @@ def in_place_change_of_an_unsharded_parameter(library: Library, mesh: DeviceMesh
     before = model[0].weight.full_tensor().clone()
     model(batch(0, 0)).sum().backward()
     return "changed nothing" if torch.equal(model[0].weight.full_tensor(), before) else "changed"
-
-
-# -- values
 
 
 @row(
@@ -473,9 +461,6 @@ def dropped_model(library: Library, mesh: DeviceMesh) -> str:
         gc.enable()
 
 
-# -- logs
-
-
 @row(
     "`TORCH_LOGS=+fsdp` shows a step",
     torch="`root_pre_forward`, `pre_forward`, `post_forward`, `pre_backward`, `post_backward` and `root_post_backward`",
@@ -508,9 +493,6 @@ def lines_of_the_log(library: Library, mesh: DeviceMesh) -> str:
         log.setLevel(level)
         log.removeHandler(handler)
     return ", ".join(sorted(words))
-
-
-# -- what only torch refuses
 
 
 @row(

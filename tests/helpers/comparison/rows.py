@@ -26,16 +26,13 @@ Program = Callable[[Library, DeviceMesh], str]
 
 @dataclass(frozen=True)
 class Row:
-    """A program and the expected reports of its ranks.
-
-    ``section``: the title of the table. ``title``: the description of the program. ``program``: the function.
-    ``torch``: the description of the outcome on torch's FSDP2. ``torch_reports``: a pattern of the reports there.
-    Reports are joined by ``" | "`` in the order of ranks. ``here``: the description of the outcome on this library.
-    ``our_reports``: a pattern of the reports here. ``reason``: the reason for the difference. ``ranks``: the number of
-    ranks. ``needs``: a package that the program imports and the test suite does not require. ``mended_in``: the version
-    of torch from which on its outcome is ours; ``None`` if none is known. ``since``: the oldest version of torch on
-    which the program has this outcome, of those that were tried.
-    """
+    """A program and the expected reports of its ranks. ``section``: the title of the table. ``title``: the description
+    of the program. ``program``: the function. ``torch``: the description of the outcome on torch's FSDP2.
+    ``torch_reports``: a pattern of the reports there. Reports are joined by ``" | "`` in the order of ranks. ``here``:
+    the description of the outcome on this library. ``our_reports``: a pattern of the reports here. ``reason``: the
+    reason for the difference. ``ranks``: the number of ranks. ``needs``: a package that the program imports and the
+    test suite does not require. ``since``: the oldest version of torch on which the program has this outcome, of
+    those that were tried."""
 
     section: str
     title: str
@@ -47,18 +44,11 @@ class Row:
     reason: str
     ranks: int
     needs: str | None
-    mended_in: TorchVersion | None
     since: TorchVersion
 
     @property
     def name(self) -> str:
         return self.program.__name__
-
-    @property
-    def reports_of_installed_torch(self) -> str:
-        """The pattern of the reports on the installed torch."""
-        is_mended = self.mended_in is not None and TorchVersion(torch.__version__) >= self.mended_in
-        return self.our_reports if is_mended else self.torch_reports
 
 
 def row(
@@ -71,18 +61,14 @@ def row(
     our_reports: str = r"^right( \| right)*$",
     ranks: int = 2,
     needs: str | None = None,
-    mended_in: str = "",
     since: str = "2.11",
 ) -> Callable[[Program], Row]:
     """Make a row of the decorated program, in the section that its module has."""
-    mended = TorchVersion(mended_in) if mended_in else None
     oldest = TorchVersion(since)
 
     def made(program: Program) -> Row:
         section = vars(sys.modules[program.__module__])["SECTION"]
-        return Row(
-            section, title, program, torch, torch_reports, here, our_reports, reason, ranks, needs, mended, oldest
-        )
+        return Row(section, title, program, torch, torch_reports, here, our_reports, reason, ranks, needs, oldest)
 
     return made
 
@@ -105,11 +91,9 @@ def compare_gradients(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> str:
-    """Return ``right`` if all gradients are those of the mean loss of all ranks, else the first difference.
-
-    ``model``: sharded, after backward. ``reference``: unsharded, with the same values. ``loss``: a function from a
-    model and a rank to the loss on the data of the rank.
-    """
+    """Return ``right`` if all gradients are those of the mean loss of all ranks, else the first difference. ``model``:
+    sharded, after backward. ``reference``: unsharded, with the same values. ``loss``: a function from a model and a
+    rank to the loss on the data of the rank."""
     world_size = dist.get_world_size()
     reference.zero_grad()
     for rank in range(world_size):

@@ -200,9 +200,7 @@ def _can_be_split(tree: Node) -> bool:
 
 def _split(step: Step) -> Step:
     """Return ``step`` with split backwards if it holds gradients, and what they need. Not drawn, as in :func:`_varied`.
-
-    Parameters must be unsharded, and stay so, when the gradients of weights are computed.
-    """
+    Parameters must be unsharded, and stay so, when the gradients of weights are computed."""
     if step.hold not in ("all", "no_sync") or len(step.backwards) == 1:
         return step
     return replace(

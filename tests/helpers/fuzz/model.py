@@ -62,9 +62,7 @@ class Group:
 
 class Part(nn.Module):
     """The base class of ``LeafModule`` and ``BlockModule``: puts outputs in a container and calls other parts.
-
-    ``state`` is the ``fully_shard`` call on the part, by itself or in a list.
-    """
+    ``state`` is the ``fully_shard`` call on the part, by itself or in a list."""
 
     node: Leaf | Block
 

@@ -50,14 +50,11 @@ class Precision(_Short):
 
 @dataclass(frozen=True, repr=False)
 class ShardCall(_Short):
-    """A ``fully_shard`` call.
-
-    ``reshard``: ``reshard_after_forward``. ``dim``: the dim on which parameters are sharded. Parameters without this
-    dim are sharded on dim 0. ``precision``: the mixed-precision policy. ``tied``: if true, the square weights of the
-    group are one parameter. ``forward_prefetch``, ``backward_prefetch``: the arguments of the setters of explicit
-    prefetching, as numbers of groups in module order, modulo the number of groups. ``None`` means that the setter is
-    not called. ``method``: if true, callers call a registered method instead of the module.
-    """
+    """A ``fully_shard`` call. ``reshard``: ``reshard_after_forward``. ``dim``: the dim on which parameters are sharded.
+    Parameters without this dim are sharded on dim 0. ``precision``: the mixed-precision policy. ``tied``: if true, the
+    square weights of the group are one parameter. ``forward_prefetch``, ``backward_prefetch``: the arguments of the
+    setters of explicit prefetching, as numbers of groups in module order, modulo the number of groups. ``None`` means
+    that the setter is not called. ``method``: if true, callers call a registered method instead of the module."""
 
     reshard: bool | int | None = None
     dim: int = 0
@@ -70,16 +67,13 @@ class ShardCall(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Leaf(_Short):
-    """A module with its own parameters.
-
-    ``kind``: the kind of module. ``size``: the rows of parameters that the width does not determine. ``dtype``: the
-    dtype of its parameters. ``frozen``: the steps in which its parameters are frozen. ``part``: the parameters to which
-    ``frozen`` applies. ``ignored``: if true, its parameters are in ``ignored_params`` of every ``fully_shard`` call,
-    and always frozen. ``borrows``: if true, it uses the weight of a linear leaf of another group, and has no bias. See
-    :func:`borrowed`. ``absent``: the steps in which the caller skips it. ``returns``: the container of its outputs.
-    ``uses_all``: if true, the caller uses all outputs, otherwise only the first. ``state``: its ``fully_shard`` call,
-    if it has its own.
-    """
+    """A module with its own parameters. ``kind``: the kind of module. ``size``: the rows of parameters that the width
+    does not determine. ``dtype``: the dtype of its parameters. ``frozen``: the steps in which its parameters are
+    frozen. ``part``: the parameters to which ``frozen`` applies. ``ignored``: if true, its parameters are in
+    ``ignored_params`` of every ``fully_shard`` call, and always frozen. ``borrows``: if true, it uses the weight of a
+    linear leaf of another group, and has no bias. See :func:`borrowed`. ``absent``: the steps in which the caller skips
+    it. ``returns``: the container of its outputs. ``uses_all``: if true, the caller uses all outputs, otherwise only
+    the first. ``state``: its ``fully_shard`` call, if it has its own."""
 
     kind: str = "linear"
     size: int = 1
@@ -97,12 +91,9 @@ class Leaf(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Block(_Short):
-    """A module that calls other modules in a way that ``kind`` specifies.
-
-    ``kind``: the kind of block. ``children``: the nodes of the modules that it calls. ``times``: the number of calls,
-    for kinds that call children repeatedly. ``together``: the ``fully_shard`` call on the list of all children without
-    their own call.
-    """
+    """A module that calls other modules in a way that ``kind`` specifies. ``kind``: the kind of block. ``children``:
+    the nodes of the modules that it calls. ``times``: the number of calls, for kinds that call children repeatedly.
+    ``together``: the ``fully_shard`` call on the list of all children without their own call."""
 
     kind: str = "chain"
     children: tuple[Node, ...] = ()
@@ -126,24 +117,21 @@ Node = Leaf | Block | Again
 
 @dataclass(frozen=True, repr=False)
 class Step(_Short):
-    """One training step.
-
-    ``backwards``: for each microbatch, the outputs from which backward runs, and how often. ``order``: the order of
-    forwards and backwards. ``hold``: the groups that do not synchronize gradients before the last backward, and the API
-    that is used. With ``"all-reduce"`` they reduce them over the shard axis only. ``finish``: how the step ends: by its
-    last backward; by ``synchronize_gradients()``, so that the last backward holds gradients like the others; or by
-    ``finalize_backward()``. ``in_flight``: the number of reductions that may be in flight; 0 is the default. ``keep``:
-    the backwards after which parameters stay unsharded. ``is_last``: if true, ``set_is_last_backward`` is called before
-    each backward. ``evaluate``: forwards without gradients, as pairs of time and mode. ``input_grad``: if true, the
-    inputs need gradients. ``abandoned``: if true, the step begins with a forward that has no backward. ``by_hand``: the
-    calls of ``unshard`` and ``reshard``. ``reshard``: the argument of ``set_reshard_after_forward`` of all groups,
-    called before the forward. ``fails``: the pass in which the step first fails on all ranks. It is then repeated from
-    its first microbatch. ``fails_at``: the number of the module that fails, in the order of execution. If fewer modules
-    run, none fails. ``tangents``: if true, the losses have their derivatives along a direction in the space of inputs,
-    by dual numbers. ``generate``: if true, the step first unshards all groups, runs as many forwards as the rank's
-    number, and reshards. ``split``: if true, backwards before the last one compute gradients of inputs, and then those
-    of weights, as zero-bubble pipelines do.
-    """
+    """One training step. ``backwards``: for each microbatch, the outputs from which backward runs, and how often.
+    ``order``: the order of forwards and backwards. ``hold``: the groups that do not synchronize gradients before the
+    last backward, and the API that is used. With ``"all-reduce"`` they reduce them over the shard axis only.
+    ``finish``: how the step ends: by its last backward; by ``synchronize_gradients()``, so that the last backward holds
+    gradients like the others; or by ``finalize_backward()``. ``in_flight``: the number of reductions that may be in
+    flight; 0 is the default. ``keep``: the backwards after which parameters stay unsharded. ``is_last``: if true,
+    ``set_is_last_backward`` is called before each backward. ``evaluate``: forwards without gradients, as pairs of time
+    and mode. ``input_grad``: if true, the inputs need gradients. ``abandoned``: if true, the step begins with a forward
+    that has no backward. ``by_hand``: the calls of ``unshard`` and ``reshard``. ``reshard``: the argument of
+    ``set_reshard_after_forward`` of all groups, called before the forward. ``fails``: the pass in which the step first
+    fails on all ranks. It is then repeated from its first microbatch. ``fails_at``: the number of the module that
+    fails, in the order of execution. If fewer modules run, none fails. ``tangents``: if true, the losses have their
+    derivatives along a direction in the space of inputs, by dual numbers. ``generate``: if true, the step first
+    unshards all groups, runs as many forwards as the rank's number, and reshards. ``split``: if true, backwards before
+    the last one compute gradients of inputs, and then those of weights, as zero-bubble pipelines do."""
 
     backwards: tuple[str, ...] = ("all",)
     order: str = "in turn"
@@ -166,13 +154,11 @@ class Step(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Placing(_Short):
-    """The mesh of parameters that are DTensors before they are sharded. They are replicated on it.
-
-    ``tensor_ranks``: the size of a tensor-parallel dim after the data-parallel dims. Gradients are partial on it.
-    ``full``: if true, parameters are on the mesh of all dims, and ``fully_shard`` gets ``dp_mesh_dims``. Otherwise they
-    are on the mesh of the tensor-parallel dim. ``arrival``: the placement of gradients on the data-parallel dims of the
-    full mesh. With ``"either"``, gradients of some parameters are replicated and those of others are partial.
-    """
+    """The mesh of parameters that are DTensors before they are sharded. They are replicated on it. ``tensor_ranks``:
+    the size of a tensor-parallel dim after the data-parallel dims. Gradients are partial on it. ``full``: if true,
+    parameters are on the mesh of all dims, and ``fully_shard`` gets ``dp_mesh_dims``. Otherwise they are on the mesh of
+    the tensor-parallel dim. ``arrival``: the placement of gradients on the data-parallel dims of the full mesh. With
+    ``"either"``, gradients of some parameters are replicated and those of others are partial."""
 
     tensor_ranks: int = 1
     full: bool = True
@@ -181,15 +167,13 @@ class Placing(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Program(_Short):
-    """A module for inputs of ``width``, trained on a data-parallel mesh of shape ``mesh``.
-
-    ``by_seed``: if true, the sharded model is initialised again from a seed, and so is the unsharded one. ``feedback``:
-    if true, gradients are sent as bf16 with error feedback. ``hidden``: the container that parts get, read and write
-    hidden states into, except those in checkpoints. It begins with the input, and the second output of a step depends
-    on what is in it. ``inside``: the context in which its steps run; with ``"selective checkpoints"``, non-reentrant
-    ones keep products. ``beside``: a program that another thread of each rank trains at the same time, over its own
-    process groups. No step of either fails then, because ranks report failures per process, not per thread.
-    """
+    """A module for inputs of ``width``, trained on a data-parallel mesh of shape ``mesh``. ``by_seed``: if true, the
+    sharded model is initialised again from a seed, and so is the unsharded one. ``feedback``: if true, gradients are
+    sent as bf16 with error feedback. ``hidden``: the container that parts get, read and write hidden states into,
+    except those in checkpoints. It begins with the input, and the second output of a step depends on what is in it.
+    ``inside``: the context in which its steps run; with ``"selective checkpoints"``, non-reentrant ones keep products.
+    ``beside``: a program that another thread of each rank trains at the same time, over its own process groups. No step
+    of either fails then, because ranks report failures per process, not per thread."""
 
     tree: Node
     width: int = 1
@@ -210,11 +194,9 @@ class Program(_Short):
 
     @property
     def for_threads(self) -> Program:
-        """The program without steps that fail, and without what threads share: dual numbers and autocast's cache.
-
-        A checkpoint of one thread that leaves autocast empties that cache for all threads. So the graph of another
-        one may have a cast for each use of a weight, or one for all, and ranks get gradients in different orders.
-        """
+        """The program without steps that fail, and without what threads share: dual numbers and autocast's cache. A
+        checkpoint of one thread that leaves autocast empties that cache for all threads. So the graph of another one
+        may have a cast for each use of a weight, or one for all, and ranks get gradients in different orders."""
         steps = tuple(replace(step, fails="never", tangents=False) for step in self.steps)
         return replace(self, steps=steps, inside="nothing" if self.inside == "autocast" else self.inside)
 
@@ -236,12 +218,10 @@ class Program(_Short):
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """A node and its position in the tree.
-
-    ``path``: the indices of children from the root of the tree. A list has the index ``LIST`` in its block. ``state``:
-    the path of the ``fully_shard`` call that shards the parameters of the node. ``root``: the path of the outermost
-    ``fully_shard`` call around the node. ``target``: the path of the node that an ``Again`` repeats.
-    """
+    """A node and its position in the tree. ``path``: the indices of children from the root of the tree. A list has the
+    index ``LIST`` in its block. ``state``: the path of the ``fully_shard`` call that shards the parameters of the node.
+    ``root``: the path of the outermost ``fully_shard`` call around the node. ``target``: the path of the node that an
+    ``Again`` repeats."""
 
     path: tuple[int, ...]
     node: Node
@@ -337,11 +317,9 @@ def borrowed(tree: Node) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 
 def completed(tree: Node) -> Node:
-    """Return ``tree`` with additional nodes and ``fully_shard`` calls that make it valid.
-
-    An ``Again`` that has nothing to repeat becomes a leaf. The additional calls put every parameter in a group, and all
-    users of a repeated module in the same group.
-    """
+    """Return ``tree`` with additional nodes and ``fully_shard`` calls that make it valid. An ``Again`` that has nothing
+    to repeat becomes a leaf. The additional calls put every parameter in a group, and all users of a repeated module in
+    the same group."""
     while missing := [p.path for p in node_infos(tree) if isinstance(p.node, Again) and p.target is None]:
         tree = _with(tree, missing[0], lambda _: Leaf())
     if not isinstance(tree, Again) and tree.state is None and any(isinstance(p.node, Again) for p in node_infos(tree)):

@@ -74,13 +74,11 @@ ROUNDING_OF_SUMS = 2.0**-20
 
 class Feedback:
     """What a sharded parameter may still have to receive of its gradients, which are sent with error feedback.
-
-    ``missing`` is the sum of all exact gradients without that of all received ones. Invariant of the library: it is
-    the sum of all residuals, divided by the number of ranks: those of the shard axis, and those of pieces and sums on
-    the replicate axis. A residual is the rounding of what was sent last, a gradient and the residual from before it:
+    ``missing`` is the sum of all exact gradients without that of all received ones. Invariant of the library: it is the
+    sum of all residuals, divided by the number of ranks: those of the shard axis, and those of pieces and sums on the
+    replicate axis. A residual is the rounding of what was sent last, a gradient and the residual from before it:
     ``bound`` follows from this. Residuals are lost, and remain in ``missing``, if ``requires_grad`` of a parameter in
-    the group changes. ``lost`` bounds these, and the rounding to fp32, which has no residual.
-    """
+    the group changes. ``lost`` bounds these, and the rounding to fp32, which has no residual."""
 
     def __init__(self, parameter: torch.Tensor, mesh: Sequence[int]) -> None:
         shard, *replicate = reversed([size > 1 for size in mesh])
@@ -310,18 +308,13 @@ def difference(program: Program, actual: Run, expected: Run, rank: int) -> str:
     return ""
 
 
-# -- on the ranks
-
-
 SWITCH_INTERVAL = 1e-4
 """The switch interval of threads in seconds. The default of 5 ms is most of the time of a program."""
 
 
 def differences(programs: Sequence[Program]) -> dict[int, str]:
-    """Train every program and return descriptions of failures by position.
-
-    Each rank trains the references of some programs and reports only the failures of these.
-    """
+    """Train every program and return descriptions of failures by position. Each rank trains the references of some
+    programs and reports only the failures of these."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     meshes: Meshes = {}
     runs = [attempt(partial(train, program, meshes)) for program in programs]

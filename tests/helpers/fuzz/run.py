@@ -203,9 +203,6 @@ def play(model: Part, program: Program, step: Step, seed: int, driver: Driver, r
     evaluate("after")
 
 
-# -- sharded
-
-
 class Sharded(Driver):
     """Prepares every pass of the sharded model as the step specifies."""
 
@@ -301,10 +298,8 @@ class Sharded(Driver):
 
 
 def mesh_of(program: Program, thread: int) -> DeviceMesh:
-    """Return the mesh of all ranks. Its dims have names if parameters are placed on it before they are sharded.
-
-    A mesh dim of all ranks has the default process group in thread 0, and its own process group in other threads.
-    """
+    """Return the mesh of all ranks. Its dims have names if parameters are placed on it before they are sharded. A mesh
+    dim of all ranks has the default process group in thread 0, and its own process group in other threads."""
     shape, names = program.mesh, None
     if program.placing is not None:
         shape, names = (*shape, program.tensor_ranks), ("replicate", "shard", "tensor")[-1 - len(shape) :]
@@ -487,10 +482,8 @@ def training_factories(program: Program, mesh: DeviceMesh) -> list[TrainingFacto
 
 
 def construct_in_order(program: Program, makers: Sequence[TrainingFactory]) -> list[TrainingFactory]:
-    """Return ``makers``, and call them now if all ranks must build the models of all threads in the same order.
-
-    This is necessary if a constructor uses the default random generator, which threads share, or makes process groups.
-    """
+    """Return ``makers``, and call them now if all ranks must build the models of all threads in the same order. This is
+    necessary if a constructor uses the default random generator, which threads share, or makes process groups."""
     smaller = any(type(state.reshard) is int for state in groups(program.tree).values())
     return [partial(next, iter([maker()])) for maker in makers] if program.by_seed or smaller else list(makers)
 

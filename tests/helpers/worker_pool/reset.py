@@ -20,12 +20,9 @@ _stores: list[dist.Store] = []
 
 def reset(number: int, path: Sequence[str], directory: str) -> None:
     """Reset global state. This is a job of its own: every rank has then finished with the groups destroyed here.
-
     ``number``: the number of the call, the same on all ranks. ``path``: what ``sys.path`` becomes. ``directory``: what
-    the working directory becomes.
-
-    Raises ``RuntimeError``: an earlier function has destroyed the default process group.
-    """
+    the working directory becomes. Raises ``RuntimeError``: an earlier function has destroyed the default process
+    group."""
     if not dist.is_initialized():
         raise RuntimeError("an earlier function has destroyed the default process group")
     sys.path[:] = path
@@ -49,11 +46,9 @@ def reset(number: int, path: Sequence[str], directory: str) -> None:
 
 
 def _separate_store(number: int) -> None:
-    """Give process groups of this call their own keys in the store.
-
-    ``new_group(use_local_synchronization=True)`` names a group by its ranks and the number of existing groups. A group
-    could otherwise have the name of an earlier call's group, read its stale address, and wait for it forever.
-    """
+    """Give process groups of this call their own keys in the store. ``new_group(use_local_synchronization=True)`` names
+    a group by its ranks and the number of existing groups. A group could otherwise have the name of an earlier call's
+    group, read its stale address, and wait for it forever."""
     world = dist.group.WORLD
     assert world is not None
     groups = dist.distributed_c10d._world.pg_map

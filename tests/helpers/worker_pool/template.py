@@ -28,12 +28,9 @@ _LENGTH = struct.Struct("=I")
 
 
 class Template:
-    """The caller's end of a template. Final.
-
-    ``boot``: a Python program that calls :func:`serve` with the number that is its last argument. ``environment``: the
-    environment of the template. What libraries read from it at import stays as it is. ``timeout``: seconds after which
-    a template that does not answer is abandoned.
-    """
+    """The caller's end of a template. Final. ``boot``: a Python program that calls :func:`serve` with the number that
+    is its last argument. ``environment``: the environment of the template. What libraries read from it at import stays
+    as it is. ``timeout``: seconds after which a template that does not answer is abandoned."""
 
     def __init__(self, boot: str, environment: Mapping[str, str], timeout: float) -> None:
         self._socket, theirs = socket.socketpair()
@@ -48,11 +45,9 @@ class Template:
             )
 
     def fork(self, arguments: Mapping[str, Any], pipe: int, environment: Mapping[str, str]) -> Process:
-        """Fork a process that runs the function of :func:`serve` with ``arguments`` and a copy of a descriptor.
-
-        Waits until the template has imported everything. If that failed, the returned process is the template,
-        which has ended.
-        """
+        """Fork a process that runs the function of :func:`serve` with ``arguments`` and a copy of a descriptor. Waits
+        until the template has imported everything. If that failed, the returned process is the template, which has
+        ended."""
         request = {"arguments": arguments, "environment": dict(environment)}
         pid = self._ask(request, [pipe, 1, 2])
         return Process(self, self._process.pid, self._process.wait()) if pid is None else Process(self, pid)
@@ -92,11 +87,9 @@ class Template:
 
 
 class Process:
-    """A child of ``template``, unless its exit code, ``returncode``, is known already. Final.
-
-    It leads a process group, and has the methods of ``subprocess.Popen`` that ``RankProcess`` calls. Only the caller
-    collects it. Until then its id and its process group cannot be reused, even if it has ended.
-    """
+    """A child of ``template``, unless its exit code, ``returncode``, is known already. Final. It leads a process group,
+    and has the methods of ``subprocess.Popen`` that ``RankProcess`` calls. Only the caller collects it. Until then its
+    id and its process group cannot be reused, even if it has ended."""
 
     def __init__(self, template: Template, pid: int, returncode: int | None = None) -> None:
         self.pid = pid
@@ -116,9 +109,7 @@ class Process:
 
 def serve(descriptor: int, run: Callable[..., None]) -> None:
     """Run the template: fork processes that call ``run``, until the other end of the socket ``descriptor`` is closed.
-
-    ``run``: called with the arguments of the request, and as ``pipe`` with the descriptor that came with it.
-    """
+    ``run``: called with the arguments of the request, and as ``pipe`` with the descriptor that came with it."""
     gc.collect()
     gc.freeze()  # otherwise the first collection of every child would write to all pages, and so copy them
     with socket.socket(fileno=descriptor) as requests:
