@@ -449,9 +449,8 @@ def test_what_load_refuses_save_refuses_too(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy", reason="needs numpy: pip install numpy")
     model, optimizer = trained()
     for value in (numpy.float64(0.5), numpy.int64(3), numpy.ones(2), Path("data"), print, torch.nn.Linear(1, 1)):
-        with pytest.raises(
-            CheckpointError, match=r"extra\['step'\] cannot be saved: .* does not admit.* weights_only=F"
-        ):
+        text = r"extra\['step'\] cannot be saved: .* does not admit.* weights_only=F"
+        with pytest.raises(CheckpointError, match=text):
             save(tmp_path, model, extra={"step": value})
         optimizer.param_groups[0]["weight_decay"] = value
         with pytest.raises(CheckpointError, match=r"optimizer\.param_groups\[0\]\['weight_decay'\] cannot be saved: "):

@@ -443,7 +443,6 @@ def test_a_killed_first_save_leaves_no_checkpoint(tmp_path, limit: int) -> None:
 def test_parts_of_another_library_without_their_index_are_not_a_model(tmp_path) -> None:
     for part in (1, 2):
         library.save_file({f"value{part}": torch.ones(2)}, tmp_path / f"pytorch_model-0000{part}-of-00002.safetensors")
-        with pytest.raises(
-            CheckpointError, match=r"only parts of one, such as pytorch_model-00001-of-00002\.safetensors"
-        ):
+        text = r"only parts of one, such as pytorch_model-00001-of-00002\.safetensors"
+        with pytest.raises(CheckpointError, match=text):
             load_safetensors(filled(3), tmp_path, strict=False)

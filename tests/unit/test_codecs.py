@@ -138,9 +138,8 @@ def test_an_empty_block_is_refused(kind: Any) -> None:
 
 
 def test_a_cast_to_more_than_16_bits_is_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"Cast takes torch.bfloat16, torch.float16 or torch.float32, not torch.f"
-    ):
+    text = r"Cast takes torch.bfloat16, torch.float16 or torch.float32, not torch.f"
+    with pytest.raises(ConfigurationError, match=text):
         Cast(torch.float64)
 
 
@@ -186,9 +185,8 @@ class Short(Int8):
 
 
 def test_a_codec_must_return_payloads_of_the_declared_shape_and_dtype() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"^Short\(.*\.encode made a tensor of \(2, 104\), torch\.uint8, out of one of \(2, 1"
-    ):
+    text = r"^Short\(.*\.encode made a tensor of \(2, 104\), torch\.uint8, out of one of \(2, 1"
+    with pytest.raises(ConfigurationError, match=text):
         encoded(Encoder(Short(), 2, 100), values(2, 100))
 
 

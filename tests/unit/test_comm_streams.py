@@ -188,32 +188,18 @@ def test_memory_is_not_used_again_before_another_stream_that_has_waited_for_it_i
     assert device.races == []
 
 
-def test_memory_of_a_failed_launch_is_not_used_again_before_its_copies_are_done() -> None:
+@pytest.mark.parametrize("in_copies", [False, True])
+def test_memory_of_a_failed_launch_is_not_used_again_before_its_copies_are_done(in_copies: bool) -> None:
     with simulated_accelerator() as device:
         stream, rows = CommStreams(torch.device("cpu")).gather, list[torch.Tensor]()
 
-        def start() -> LoggedWork:
+        def fail() -> Any:
             rows.pop().zero_()
             raise ArithmeticError("a codec failed")
 
+        start, prepare = (lambda: LoggedWork([], "a"), fail) if in_copies else (fail, None)
         with pytest.raises(ArithmeticError, match="a codec failed"):
-            stream.run(start, lambda: None, allocate=lambda: rows.append(torch.empty(4)))
-        torch.empty(4)
-    assert device.races == []
-
-
-def test_memory_of_failed_copies_is_not_used_again_before_they_are_done() -> None:
-    with simulated_accelerator() as device:
-        stream, rows = CommStreams(torch.device("cpu")).gather, list[torch.Tensor]()
-
-        def copy() -> None:
-            rows.pop().zero_()
-            raise ArithmeticError("a codec failed")
-
-        with pytest.raises(ArithmeticError, match="a codec failed"):
-            stream.run(
-                lambda: LoggedWork([], "a"), lambda: None, allocate=lambda: rows.append(torch.empty(4)), prepare=copy
-            )
+            stream.run(start, lambda: None, allocate=lambda: rows.append(torch.empty(4)), prepare=prepare)
         torch.empty(4)
     assert device.races == []
 

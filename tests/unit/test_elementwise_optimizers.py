@@ -136,9 +136,8 @@ def test_an_optimizer_is_freed_with_the_last_reference() -> None:
         gone, step = weakref.ref(optimizer), optimizer.step
         del optimizer
         assert gone() is None
-        with pytest.raises(
-            LifecycleError, match=r"this step of AdamW belongs to an object that is gone\. Keep the optimizer"
-        ):
+        text = r"this step of AdamW belongs to an object that is gone\. Keep the optimizer"
+        with pytest.raises(LifecycleError, match=text):
             step()
     finally:
         gc.enable()
@@ -165,9 +164,8 @@ def test_an_optimizer_that_is_not_elementwise_is_refused_even_if_declared(make: 
 
 @pytest.mark.behaviour("H-02")
 def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"Sign is not known to be element-wise\. .* pass elementwise=True; otherwise"
-    ):
+    text = r"Sign is not known to be element-wise\. .* pass elementwise=True; otherwise"
+    with pytest.raises(ConfigurationError, match=text):
         local_optimizer(Sign(sharded(3)))
 
 
@@ -182,9 +180,8 @@ def test_a_step_replaced_by_another_process_is_refused() -> None:
     scheduled, twice = torch.optim.AdamW(sharded(3)), local_optimizer(torch.optim.AdamW(sharded(3)))
     torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
     for optimizer in (scheduled, twice):
-        with pytest.raises(
-            ConfigurationError, match=r"the step of this AdamW has been replaced already, .* Call local_optimizer once"
-        ):
+        text = r"the step of this AdamW has been replaced already, .* Call local_optimizer once"
+        with pytest.raises(ConfigurationError, match=text):
             local_optimizer(optimizer)
 
 

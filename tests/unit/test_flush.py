@@ -84,9 +84,8 @@ def test_lost_repeated_and_reordered_flushes_are_refused_and_all_values_mend_it(
     assert position == (position.stream, len(first) - 1, True)
     before = {name: value.clone() for name, value in state.items()}
     for wrong in (second[1], first[-1], third[0]):
-        with pytest.raises(
-            FlushError, match=r"is not the next one: this receiver is at flush \d+ of stream \d+\. A fl"
-        ):
+        text = r"is not the next one: this receiver is at flush \d+ of stream \d+\. A fl"
+        with pytest.raises(FlushError, match=text):
             receive(state, [wrong], position)
     with pytest.raises(FlushError, match=r"^flush 0 begins stream (\d+), and .* of stream \1, which is not older\. It"):
         receive(state, first, position)
@@ -350,14 +349,12 @@ def test_arguments_and_parameters_that_make_no_sense() -> None:
         with pytest.raises(ConfigurationError, match=match):
             stream_changed_params(model, **arguments)
     model.weight = nn.Parameter(model.weight.to(torch.complex128))
-    with pytest.raises(
-        ParameterError, match=r"^parameter 'weight' is of torch.complex128, of which stream_changed_par"
-    ):
+    text = r"^parameter 'weight' is of torch.complex128, of which stream_changed_par"
+    with pytest.raises(ParameterError, match=text):
         stream_changed_params(model, SentParams())
     assert len(stream_changed_params(model, SentParams(), key_map={"weight": None})) == 1
-    with pytest.raises(
-        ParameterError, match=r"^parameter 'pair.weight' is of a tensor class, of which .* stream_full_"
-    ):
+    text = r"^parameter 'pair.weight' is of a tensor class, of which .* stream_full_"
+    with pytest.raises(ParameterError, match=text):
         stream_changed_params(model_of(["pair"], 0), SentParams())
 
 

@@ -511,13 +511,11 @@ def test_a_policy_that_was_not_called_is_refused(name: str) -> None:
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy, TorchMixedPrecisionPolicy])
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
 def test_a_dtype_that_is_a_text_or_an_integer_dtype_is_refused(policy: Any, name: str) -> None:
-    with pytest.raises(
-        ArgumentTypeError, match=rf"^{name} must be a torch.dtype such as torch.bfloat16, not 'bf16'\.$"
-    ):
+    text = rf"^{name} must be a torch.dtype such as torch.bfloat16, not 'bf16'\.$"
+    with pytest.raises(ArgumentTypeError, match=text):
         fully_shard(nn.Linear(3, 3), mp_policy=policy(**{name: "bf16"}))
-    with pytest.raises(
-        ConfigurationError, match=rf"^{name} must be a floating-point dtype, not torch.int8\. .* pass comm_policy="
-    ):
+    text = rf"^{name} must be a floating-point dtype, not torch.int8\. .* pass comm_policy="
+    with pytest.raises(ConfigurationError, match=text):
         fully_shard(nn.Linear(3, 3), mp_policy=policy(**{name: torch.int8}))
 
 

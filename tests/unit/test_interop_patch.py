@@ -97,9 +97,8 @@ def test_an_exception_inside_undoes_the_patch() -> None:
 
 def test_patching_is_refused_while_a_model_sharded_by_torch_is_alive() -> None:
     model = torch_fsdp.fully_shard(nn.Sequential(nn.Linear(3, 3)))
-    with pytest.raises(
-        ConfigurationError, match=r"sharded 1 modules that are still in use \(Sequential\).*Call patch_torch\(\)"
-    ):
+    text = r"sharded 1 modules that are still in use \(Sequential\).*Call patch_torch\(\)"
+    with pytest.raises(ConfigurationError, match=text):
         patch_torch()
     assert current() == ORIGINAL
     del model

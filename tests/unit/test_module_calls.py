@@ -79,24 +79,14 @@ def removed_later(*handles: Any) -> Iterator[None]:
         handle.remove()
 
 
-def _patched_call(model: Any, seen: Noted) -> AbstractContextManager[Any]:
-    original = nn.Module.__call__
+def _patched(owner: Any, name: str, seen: Noted) -> AbstractContextManager[Any]:
+    original = getattr(owner, name)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         seen.append(type(self).__name__)
         return original(self, *args, **kwargs)
 
-    return mock.patch.object(nn.Module, "__call__", call)
-
-
-def _patched_call_impl(model: Any, seen: Noted) -> AbstractContextManager[Any]:
-    original = nn.Module._call_impl
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        seen.append(type(self).__name__)
-        return original(self, *args, **kwargs)
-
-    return mock.patch.object(nn.Module, "_call_impl", call)
+    return mock.patch.object(owner, name, call)
 
 
 def _patched_forward(model: Any, seen: Noted) -> AbstractContextManager[Any]:
@@ -107,16 +97,6 @@ def _patched_forward(model: Any, seen: Noted) -> AbstractContextManager[Any]:
         return original(x)
 
     return mock.patch.dict(vars(model[0]), forward=types.MethodType(forward, model[0]))
-
-
-def _patched_class(model: Any, seen: Noted) -> AbstractContextManager[Any]:
-    original = type(model[0]).forward
-
-    def forward(self: nn.Module, x: torch.Tensor) -> Any:
-        seen.append(type(self).__name__)
-        return original(self, x)
-
-    return mock.patch.object(type(model[0]), "forward", forward)
 
 
 TOOLS: dict[str, Callable[[Any, Noted], AbstractContextManager[Any]]] = {
@@ -130,10 +110,10 @@ TOOLS: dict[str, Callable[[Any, Noted], AbstractContextManager[Any]]] = {
     "pre-hook of all modules": lambda m, seen: removed_later(
         register_module_forward_pre_hook(lambda *_: seen.append("a"))
     ),
-    "__call__ of all modules": _patched_call,
-    "_call_impl of all modules": _patched_call_impl,
+    "__call__ of all modules": lambda m, seen: _patched(nn.Module, "__call__", seen),
+    "_call_impl of all modules": lambda m, seen: _patched(nn.Module, "_call_impl", seen),
     "forward of the object": _patched_forward,
-    "forward of the class": _patched_class,
+    "forward of the class": lambda m, seen: _patched(type(m[0]), "forward", seen),
 }
 
 

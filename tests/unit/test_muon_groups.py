@@ -119,9 +119,8 @@ def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str
 
 
 def test_other_mistakes_are_named() -> None:
-    with pytest.raises(
-        ArgumentTypeError, match=r"^params must be a list: the order of a set differs from rank to rank"
-    ):
+    text = r"^params must be a list: the order of a set differs from rank to rank"
+    with pytest.raises(ArgumentTypeError, match=text):
         Muon([{"params": set(parameters((2, 2)))}])
     with pytest.raises(ConfigurationError, match=r"^Muon has no matrices= in this version\. Make each matrix a param"):
         Muon(parameters((2, 2)), matrices=lambda name, p: True)  # type: ignore[arg-type]

@@ -202,9 +202,8 @@ def test_an_observer_may_be_another_one_for_each_root_or_none(attach: Callable[[
 def test_a_method_with_nearly_the_name_of_an_event_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^Typo.begin_forwards observes no event\. Did you mean begin_forward\?$"):
         type("Typo", (Observer,), {"begin_forwards": lambda self, root, outermost: None})
-    with pytest.raises(
-        TypeError, match=r"^Hooks.post_backward observes no event\. Override before_hook or after_hook\.$"
-    ):
+    text = r"^Hooks.post_backward observes no event\. Override before_hook or after_hook\.$"
+    with pytest.raises(TypeError, match=text):
         type("Hooks", (Observer,), {"post_backward": lambda self, root, call: None})
     type("Helper", (Observer,), {"report": lambda self: None, "_begin_forwards": lambda self: None})
 
@@ -251,9 +250,8 @@ def test_the_table_of_plugins_leaves_out_one_line_of_the_lists() -> None:
         shorter = without(source, plugin)
         assert len(source.splitlines()) == len(shorter.splitlines()) + 1
         assert plugin not in listed(shorter)
-    with pytest.raises(
-        SystemExit, match=r"^there is no plugin 'Absent'\. The plugins are in_shared_memory, over_gloo, "
-    ):
+    text = r"^there is no plugin 'Absent'\. The plugins are in_shared_memory, over_gloo, "
+    with pytest.raises(SystemExit, match=text):
         without(source, "Absent")
 
 

@@ -177,9 +177,8 @@ def test_offload_moves_shards_to_the_host(made: Plan) -> None:
     assert row(offloaded, "parameters").bytes == 0
     assert offloaded.host_bytes >= 4 * FULL // RANKS
     assert offloaded.exposed > made.exposed
-    with pytest.raises(
-        ConfigurationError, match="the offload of all parameters or of none, and no offload_policy by name"
-    ):
+    text = "the offload of all parameters or of none, and no offload_policy by name"
+    with pytest.raises(ConfigurationError, match=text):
         planned(offload_policy={"0.weight": CPUOffloadPolicy()})
 
 

@@ -344,9 +344,8 @@ def test_a_forward_on_meta_parameters_names_them_and_the_remedy() -> None:
     model = on_meta()
     fully_shard(model.first)
     fully_shard(model)
-    with pytest.raises(
-        ParameterError, match=r"second\.weight.*second\.bias.*initialize\(model, seed=\.\.\.\).*to_empty\("
-    ):
+    text = r"second\.weight.*second\.bias.*initialize\(model, seed=\.\.\.\).*to_empty\("
+    with pytest.raises(ParameterError, match=text):
         model(torch.ones(2, 5))
     model.second.to_empty(device="cpu")
     with pytest.raises(ParameterError, match=r"'first' are still on the meta device: \['weight', 'bias'\]") as error:

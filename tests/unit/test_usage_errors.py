@@ -771,7 +771,6 @@ def test_arguments_that_are_words_classes_or_text_are_refused_by_name() -> None:
         with pytest.raises(ArgumentTypeError, match=r"^the form of a state dict is"), state_dict_form(model, wrong):
             pass
     kind: Any = torch.optim.SGD
-    with pytest.raises(
-        ArgumentTypeError, match=r"^local_optimizer takes an optimizer, such as .*, not <class '.*SGD'>"
-    ):
+    text = r"^local_optimizer takes an optimizer, such as .*, not <class '.*SGD'>"
+    with pytest.raises(ArgumentTypeError, match=text):
         local_optimizer(kind)

@@ -161,9 +161,8 @@ def test_a_name_of_a_tied_parameter_that_is_kept_counts() -> None:
 )
 def test_a_layout_refuses_memory_that_is_not_of_its_kind(packed: torch.Tensor) -> None:
     layout = PackedLayout((PackedTensor("x", (4,), torch.float32),), 16)
-    with pytest.raises(
-        ValueError, match=r"^a layout of 16 bytes needs a contiguous uint8 tensor of shape \(16,\), not"
-    ):
+    text = r"^a layout of 16 bytes needs a contiguous uint8 tensor of shape \(16,\), not"
+    with pytest.raises(ValueError, match=text):
         layout.unpack(packed)
     with pytest.raises(ValueError, match=r"^'x' is not aligned: packed begins 1 bytes after that of its storage\.$"):
         layout.unpack(torch.zeros(17, dtype=torch.uint8)[1:])
