@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers on local shards that nobody asked for. Their bits: test_local_optimizer.py."""
+"""Steps of torch's optimizers on local shards: those that nobody asked for, and element-wise ones."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from composable_fsdp import fully_shard, local_optimizer, offload_optimizer, owner_step, set_local_steps
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.errors import ConfigurationError, LifecycleError
+from tests.helpers.sharding import full_value
 
 pytestmark = pytest.mark.usefixtures("own_rank")
 
@@ -203,3 +205,176 @@ def test_a_compiled_step_runs_uncompiled_or_says_why_it_cannot() -> None:
         r"optimizer\.step\(\) itself",
     ):
         torch.compile(compiled.step)()
+
+
+def sharded(*sizes: int) -> list[nn.Parameter]:
+    """Return sharded vectors of ones with gradients of ones."""
+    mesh = init_device_mesh("cpu", (1,))
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(size), mesh, [Shard(0)])) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
+
+
+@pytest.mark.behaviour("D-02")
+def test_state_of_offloaded_shards_stays_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    (parameter,) = sharded(8)
+    optimizer = local_optimizer(torch.optim.AdamW([parameter]))
+    monkeypatch.setattr(DeviceMesh, "device_type", "meta")  # the mesh has another device than the shards
+    for _ in range(2):
+        optimizer.step()
+    state = optimizer.state[parameter]
+    assert {state[key].to_local().device.type for key in ("exp_avg", "exp_avg_sq")} == {"cpu"}
+
+
+class Sign(Optimizer):
+    """A custom element-wise optimizer with all kinds of state. It raises for parameters of size ``fail_at``."""
+
+    def __init__(self, parameters: Any, fail_at: int = 0) -> None:
+        super().__init__(parameters, {"lr": 0.5})
+        self.fail_at = fail_at
+        self.updated: list[type] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if parameter.numel() == self.fail_at:
+                    raise RuntimeError("too many steps")
+                state.pop("first", None)
+                if not state:
+                    state["first"] = True
+                state["calls"] = state.get("calls", 0) + 1
+                state["sum"] = state.get("sum", 0) + parameter.grad  # a new tensor in every step
+                parameter.add_(state["sum"].sign(), alpha=-group["lr"] * scale)
+                self.updated.append(type(parameter))
+        total = self.state[cast(Any, "total")]
+        total["steps"] = total.get("steps", 0) + 1
+        return "done"
+
+
+def test_local_optimizer_returns_the_same_object() -> None:
+    optimizer = torch.optim.AdamW(sharded(3))
+    assert local_optimizer(optimizer) is optimizer
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_a_custom_optimizer_runs_on_shards_if_declared_elementwise() -> None:
+    parameters = sharded(3, 4)
+    optimizer = local_optimizer(Sign(parameters), elementwise=True)
+    assert optimizer.step() == "done"
+    assert optimizer.step(scale=0.5) == "done"
+    assert optimizer.step(lambda: "loss") == "loss"
+    assert set(optimizer.updated) == {torch.Tensor}
+    assert optimizer.param_groups[0]["params"][0] is parameters[0]
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        assert list(state) == ["calls", "sum"]
+        assert state["calls"] == 3
+        assert isinstance(parameter, DTensor)
+        assert isinstance(state["sum"], DTensor)
+        assert state["sum"].placements == parameter.placements
+        assert torch.equal(state["sum"].full_tensor(), torch.full(parameter.shape, 3.0))
+        assert torch.equal(full_value(parameter), torch.full(parameter.shape, 1 - 0.5 - 0.25 - 0.5))
+    assert optimizer.state[cast(Any, "total")] == {"steps": 3}
+    assert len(optimizer.state) == 3
+
+
+def test_a_failed_step_keeps_its_updates_and_reshards() -> None:
+    parameters = sharded(3, 4)
+    optimizer = local_optimizer(Sign(parameters, fail_at=4), elementwise=True)
+    with pytest.raises(RuntimeError, match="too many steps"):
+        optimizer.step()
+    held = optimizer.param_groups[0]["params"]
+    assert [a is b for a, b in zip(held, parameters, strict=True)] == [True, True]
+    assert all(isinstance(key, DTensor) for key in optimizer.state)
+    assert optimizer.state[parameters[0]]["calls"] == 1
+    assert torch.equal(full_value(parameters[0]), torch.full((3,), 0.5))
+
+
+def test_parameters_without_gradient_are_left_alone() -> None:
+    first, second = sharded(3, 4)
+    second.grad = None
+    optimizer = local_optimizer(torch.optim.AdamW([first, second]))
+    optimizer.step()
+    assert list(optimizer.state) == [first]
+    assert second._version == 0
+
+
+def test_copies_and_pickles_are_ordinary_optimizers_with_the_same_state() -> None:
+    optimizer = local_optimizer(torch.optim.SGD(sharded(3), lr=0.1, momentum=0.9))
+    optimizer.step()
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert "step" not in vars(other)
+        (buffer,) = (state["momentum_buffer"] for state in other.state.values())
+        assert torch.equal(buffer.full_tensor(), torch.ones(3))
+
+
+def test_an_elementwise_optimizer_is_freed_with_the_last_reference() -> None:
+    optimizer = local_optimizer(torch.optim.AdamW(sharded(3)))
+    optimizer.step()
+    gc.disable()
+    try:
+        gone, step = weakref.ref(optimizer), optimizer.step
+        del optimizer
+        assert gone() is None
+        text = r"this step of AdamW belongs to an object that is gone\. Keep the optimizer"
+        with pytest.raises(LifecycleError, match=text):
+            step()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.behaviour("H-02")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: torch.optim.LBFGS(p), "LBFGS takes products and line searches over all parameters, so it cannot"),
+        (lambda p: torch.optim.Muon(p), "Muon orthogonalises whole matrices, so it cannot step on local shards"),
+        (lambda p: torch.optim.Adafactor(p), "Adafactor takes means over rows, columns and whole parameters"),
+        (lambda p: torch.optim.SparseAdam(p), "SparseAdam needs sparse gradients"),
+    ],
+    ids=["LBFGS", "Muon", "Adafactor", "SparseAdam"],
+)
+def test_an_optimizer_that_is_not_elementwise_is_refused_even_if_declared(make: Any, message: str) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    optimizer = make([nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))])
+    for promise in (False, True):
+        with pytest.raises(ConfigurationError, match=message):
+            local_optimizer(optimizer, elementwise=promise)
+
+
+@pytest.mark.behaviour("H-02")
+def test_an_unknown_optimizer_is_refused() -> None:
+    text = r"Sign is not known to be element-wise\. .* pass elementwise=True; otherwise"
+    with pytest.raises(ConfigurationError, match=text):
+        local_optimizer(Sign(sharded(3)))
+
+
+@pytest.mark.behaviour("H-02")
+def test_differentiable_steps_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"AdamW was made with differentiable=True, .* Use it as it is"):
+        local_optimizer(torch.optim.AdamW(sharded(3), differentiable=True))
+
+
+@pytest.mark.behaviour("H-02")
+def test_a_step_replaced_by_another_process_is_refused() -> None:
+    scheduled, twice = torch.optim.AdamW(sharded(3)), local_optimizer(torch.optim.AdamW(sharded(3)))
+    torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
+    for optimizer in (scheduled, twice):
+        text = r"the step of this AdamW has been replaced already, .* Call local_optimizer once"
+        with pytest.raises(ConfigurationError, match=text):
+            local_optimizer(optimizer)
+
+
+@pytest.mark.behaviour("H-02")
+def test_an_optimizer_made_before_fully_shard_is_found() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = local_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    fully_shard(model)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ConfigurationError, match="SGD was built before fully_shard: 2 of its 2 parameters"):
+        optimizer.step()
