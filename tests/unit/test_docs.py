@@ -346,7 +346,7 @@ def programs(tmp_path: Path) -> list[Path]:
 
 
 def checked(folder: Path, *command: str | Path) -> str:
-    return subprocess.checked([*map(str, command)], cwd=folder, capture_output=True, text=True, timeout=280).stdout
+    return subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, timeout=280).stdout
 
 
 @pytest.mark.multiprocess
