@@ -34,6 +34,7 @@ from composable_fsdp.errors import ConfigurationError, printable
 from composable_fsdp.trace import Operation, TraceEvent
 
 _VARIABLE = "COMPOSABLE_FSDP_TIMELINE"
+_FORMER_VARIABLE = "COMPOSABLE_FSDP_DIAGNOSTICS"
 _KEPT_EVENTS = 20_000
 """The last events that are kept. A group has about ten in a step: these are 20 steps of a model with 100 groups."""
 _FORMAT = 5
@@ -65,6 +66,19 @@ class TimelineRecorder(Observer):
     def before_sharding(self, modules: Sequence[nn.Module]) -> None:
         if folder := os.environ.get(_VARIABLE):
             _record(folder)
+        if os.environ.get(_FORMER_VARIABLE):
+            _warn_of_former_variable()
+
+
+@cache
+def _warn_of_former_variable() -> None:
+    """Log once that the variable of the former flight recorder has no effect. Goes with the next release."""
+    logger.warning(
+        "%s has no effect: the flight recorder is gone. Errors and warnings have the operation of each rank, %s records"
+        " events, and Python's faulthandler.register(signal.SIGUSR1) shows stacks.",
+        _FORMER_VARIABLE,
+        _VARIABLE,
+    )
 
 
 @cache

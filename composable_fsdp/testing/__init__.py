@@ -6,6 +6,8 @@
   :class:`FaultyCommunicator` does the same for one communicator.
 """
 
+from typing import NoReturn
+
 from composable_fsdp.testing.faults import Delay, Drop, Effect, Fault, FaultyCommunicator, Kill, Raise, inject_faults
 from composable_fsdp.testing.ranks import RanksError, run_ranks
 
@@ -21,3 +23,16 @@ __all__ = [
     "inject_faults",
     "run_ranks",
 ]
+
+_OF_THE_TESTS = {
+    "assert_trace": "assert_trace",
+    **dict.fromkeys(("DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"), "fake_world"),
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _OF_THE_TESTS:  # an AttributeError would lose its text in ``from ... import``
+        raise ImportError(
+            f"testing.{name} is a part of the repository's tests: tests/helpers/{_OF_THE_TESTS[name]}.py in a clone."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,6 +23,7 @@ from composable_fsdp.trace import Operation, TraceEvent
 from tests._internals import Event, Hook, file_name, merged, write_chrome_trace
 from tests._internals import dry_run as s
 from tests.helpers.command import run_command
+from tests.helpers.sharding import single_rank
 
 
 def event(operation: str, group: str, begin: float, end: float, nbytes: int = 0) -> TraceEvent:
@@ -303,3 +304,14 @@ def test_sums_of_steps_are_of_the_slices_that_begin_in_them(drawn: list[tuple[st
         inside = [slice_ for slice_ in lanes.slices if each.begin <= slice_.begin < each.end]
         assert each.exposed_seconds == sum(slice_.seconds for slice_ in inside if slice_.lane == "waits")
         assert each.gathered_bytes == sum(slice_.details["bytes"] for slice_ in inside if slice_.lane == "gather")
+
+
+def test_the_variable_of_the_former_flight_recorder_is_answered_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("COMPOSABLE_FSDP_DIAGNOSTICS", "runs")
+    with single_rank():
+        for _ in range(2):
+            fully_shard(nn.Linear(2, 2))
+    (text,) = [record.getMessage() for record in caplog.records if "flight recorder" in record.getMessage()]
+    assert text.startswith("COMPOSABLE_FSDP_DIAGNOSTICS has no effect: the flight recorder is gone. Errors and")
