@@ -10,9 +10,9 @@ from composable_fsdp.trace import Operation, TraceEvent
 
 
 def assert_trace(
-    recorder: Iterable[TraceEvent], *lines: str, operations: Collection[Operation | str] | None = None
+    recorder: Iterable[TraceEvent], *texts: str, operations: Collection[Operation | str] | None = None
 ) -> None:
-    """Assert that the events, as text, are exactly ``lines``.
+    """Assert that the events, as text, are exactly the lines of ``texts``.
 
     >>> from composable_fsdp.trace import Recorder, emit
     >>> with Recorder() as recorder:
@@ -23,19 +23,20 @@ def assert_trace(
 
     Args:
         recorder: a ``Recorder``, or any iterable of events.
-        lines: ``"<operation> <group>"``, in order.
-        operations: the operations to compare; events of others are ignored. The default is the operations in ``lines``,
-            so that an operation can be left out, but only everywhere; without lines, all operations.
+        texts: lines ``"<operation> <group>"``, in order. One text may have several, with ``"; "`` between them.
+        operations: the operations to compare; events of others are ignored. The default is those of the lines, so that
+            an operation can be left out, but only everywhere; without lines, all operations.
 
     Raises:
         AssertionError: the traces differ. The text shows how.
         ConfigurationError: a line does not begin with an operation.
     """
     __tracebackhide__ = True
+    lines = [line for text in texts for line in text.split("; ")]
     named = {_operation(line.split(" ")[0], line) for line in lines} or set(Operation)
     compared = named if operations is None else {_operation(o, str(o)) for o in operations}
     actual = [str(event) for event in recorder if event.operation in compared]
-    if actual != list(lines):
+    if actual != lines:
         shown = ", ".join(o.value for o in Operation if o in compared)
         difference = "\n".join(each.rstrip() for each in difflib.ndiff(lines, actual) if not each.startswith("?"))
         raise AssertionError(f"The trace is not what was expected ({shown}; - expected, + actual):\n{difference}")

@@ -38,18 +38,8 @@ def test_recomputation_and_backward_share_one_gather() -> None:
         operations = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
         assert_trace(
             (event for event in backward if event.group != "root"),
-            "unshard layers.2",
-            "unshard layers.1",
-            "wait layers.2",
-            "reduce layers.2",
-            "reshard layers.2",
-            "wait layers.1",
-            "unshard layers.0",
-            "reduce layers.1",
-            "reshard layers.1",
-            "wait layers.0",
-            "reshard layers.0",
-            "reduce layers.0",
+            "unshard layers.2; unshard layers.1; wait layers.2; reduce layers.2; reshard layers.2; wait layers.1",
+            "unshard layers.0; reduce layers.1; reshard layers.1; wait layers.0; reshard layers.0; reduce layers.0",
             operations=operations,
         )
 

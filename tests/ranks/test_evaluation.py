@@ -13,36 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import DivergenceError, MixedPrecisionPolicy, PeerError, fully_shard
-from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import values_of
-from tests.helpers.training import check_parity
 from tests.helpers.transports import TRANSPORTS
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
 }
-
-
-@pytest.mark.behaviour("C-10")
-@on_ranks(2)
-def test_a_model_that_was_sharded_and_ran_in_inference_mode_trains() -> None:
-    """Shard in inference mode; tensors made there must not be inference tensors."""
-    task, rank = TASKS["tied"], dist.get_rank()
-
-    def shard(model: nn.Module) -> None:
-        with torch.inference_mode():
-            shard_layers(model, fully_shard)
-            value = task.loss(model, task.batch_of(0, rank))
-        torch.testing.assert_close(value.clone(), task.loss(task.build(), task.batch_of(0, rank)).detach())
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        loss = task.loss(model, task.batch_of(step, rank))
-        loss.backward()
-        return loss.detach()
-
-    check_parity(task.build, play, shard=shard)
 
 
 WIDTH = 16

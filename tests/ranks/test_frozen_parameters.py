@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import pytest
@@ -14,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard, no_sync
+from composable_fsdp import FSDPModule, checkpoint, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, Transformer, seeded, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
-from tests.helpers.training import assert_equal_runs, check_parity, play_task, train
+from tests.helpers.training import check_parity, play_task
 from tests.helpers.transports import TRANSPORTS
 
 
@@ -57,56 +56,6 @@ def train_with_frozen_parameters(reshard_after_forward: bool | int | None) -> No
 @pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
 def test_frozen_parameters_stay_as_they_are_and_the_others_train(world_size: int, reshard: bool | int | None) -> None:
     run_ranks(train_with_frozen_parameters, world_size, reshard)
-
-
-@pytest.mark.behaviour("C-05", "D-01")
-@pytest.mark.parametrize(
-    "precision",
-    [
-        MixedPrecisionPolicy(),
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
-    ],
-    ids=["fp32", "bf16 reduced in fp32", "bf16", "fp32 reduced in bf16"],
-)
-@on_ranks(2)
-def test_a_model_frozen_in_its_first_forward_can_be_unfrozen_and_frozen_again(precision: MixedPrecisionPolicy) -> None:
-    """Freeze all parameters in the first forward, unfreeze one more layer in every step, then freeze all again."""
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        model.requires_grad_(False)
-        for layer in list(model.get_submodule("layers").children())[::-1][: step % 5]:
-            layer.requires_grad_(True)
-        loss = TASKS["transformer"].loss(model, TASKS["transformer"].batch_of(step, rank))
-        assert loss.requires_grad == (step % 5 > 0)
-        if loss.requires_grad:
-            loss.backward()
-        return loss.detach()
-
-    task = TASKS["transformer"]
-    if precision == MixedPrecisionPolicy():
-        check_parity(task.build, play, steps=7)
-        return
-    # In bf16 there is no exact reference, so compare with a model that is never frozen. It drops the gradients of
-    # parameters that would have been frozen. Training must be the same.
-    rank = dist.get_rank()
-
-    def play_unfrozen(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        loss = task.loss(model, task.batch_of(step, rank))
-        loss.backward()
-        thawed = list(model.get_submodule("layers").children())[::-1][: step % 5]
-        learning = {id(p) for p in chain.from_iterable(layer.parameters() for layer in thawed)}
-        for parameter in model.parameters():
-            if id(parameter) not in learning:
-                parameter.grad = None
-        return loss.detach()
-
-    runs = [
-        train(shard_layers(task.build(), fully_shard, mp_policy=precision), p, ranks=[rank], watched=rank, steps=7)
-        for p in (play, play_unfrozen)
-    ]
-    assert_equal_runs(*runs, exact=True)
 
 
 @pytest.mark.behaviour("C-05")

@@ -263,32 +263,13 @@ def test_prefetch_lists_determine_the_order_of_gathers() -> None:
         assert_trace(
             (event for event in forward if event.group != "root"),
             *[line for line in before if not line.endswith("root")],
-            "unshard layers.1",
-            "unshard layers.2",
-            "wait layers.0",
-            "reshard layers.0",
-            "wait layers.1",
-            "unshard layers.3",
-            "reshard layers.1",
-            "wait layers.2",
-            "reshard layers.2",
-            "wait layers.3",
-            "reshard layers.3",
+            "unshard layers.1; unshard layers.2; wait layers.0; reshard layers.0; wait layers.1; unshard layers.3",
+            "reshard layers.1; wait layers.2; reshard layers.2; wait layers.3; reshard layers.3",
         )
         assert_trace(
             (event for event in backward if event.group != "root"),
-            "unshard layers.3",
-            "unshard layers.2",
-            "unshard layers.1",
-            "wait layers.3",
-            "reshard layers.3",
-            "wait layers.2",
-            "reshard layers.2",
-            "wait layers.1",
-            "unshard layers.0",
-            "reshard layers.1",
-            "wait layers.0",
-            "reshard layers.0",
+            "unshard layers.3; unshard layers.2; unshard layers.1; wait layers.3; reshard layers.3; wait layers.2",
+            "reshard layers.2; wait layers.1; unshard layers.0; reshard layers.1; wait layers.0; reshard layers.0",
         )
     with pytest.raises(ConfigurationError, match="Linear"):
         layers[0].set_modules_to_forward_prefetch([nn.Linear(1, 1)])  # type: ignore[list-item]

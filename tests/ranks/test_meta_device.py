@@ -23,7 +23,7 @@ from tests.helpers.sharding import adamw, assert_sharded, initialise, train_and_
 MODELS_AND_MESHES = [("mlp", (2,)), ("mlp", (2, 2)), ("mlp", (3,)), ("tied", (4,)), ("tied", (2, 1)), ("wide", (3,))]
 
 
-def build_on_meta(task: str, mesh: DeviceMesh, **options: object) -> nn.Module:
+def build_on_meta(task: str, mesh: DeviceMesh, **options: object) -> Any:
     with torch.device("meta"):
         model = TASKS[task].build()
     assert all(p.is_meta for p in model.parameters())
@@ -31,38 +31,29 @@ def build_on_meta(task: str, mesh: DeviceMesh, **options: object) -> nn.Module:
 
 
 @pytest.mark.behaviour("A-12")
+@pytest.mark.parametrize("assigns", [False, True])
 @pytest.mark.parametrize(("task", "shape"), MODELS_AND_MESHES, ids=str)
 @on_ranks("shape")
-def test_to_empty_and_own_values_train_with_parity(task: str, shape: tuple[int, ...]) -> None:
+def test_a_model_from_meta_trains_with_parity(task: str, shape: tuple[int, ...], assigns: bool) -> None:
+    """Give it memory and values, or assign a sharded state dict."""
     mesh = init_device_mesh("cpu", shape)
     model, reference = build_on_meta(task, mesh), TASKS[task].build()
     assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
-    model.to_empty(device="cpu")
     values = values_of(reference)
-    initialise(model, values)
+    if assigns:
+        keys = model.load_state_dict(
+            shard_layers(TASKS[task].build(), fully_shard, mesh=mesh).state_dict(), assign=True
+        )
+        assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+    else:
+        model.to_empty(device="cpu")
+        initialise(model, values)
     assert_sharded(model, values, mesh)
-    train_and_compare(model, reference, TASKS[task])
-
-
-@pytest.mark.behaviour("A-12")
-@pytest.mark.parametrize(("task", "shape"), MODELS_AND_MESHES, ids=str)
-@on_ranks("shape")
-def test_assigning_a_sharded_state_dict_trains_with_parity(task: str, shape: tuple[int, ...]) -> None:
-    mesh = init_device_mesh("cpu", shape)
-    source = shard_layers(TASKS[task].build(), fully_shard, mesh=mesh)
-    model, reference = build_on_meta(task, mesh), TASKS[task].build()
-    keys = model.load_state_dict(source.state_dict(), assign=True)
-    assert not keys.missing_keys
-    assert not keys.unexpected_keys
-    assert_sharded(model, values_of(reference), mesh)
-
     before = [id(p) for p in model.parameters()]
     optimizer = adamw(model.parameters())
     TASKS[task].loss(model, TASKS[task].batch_of(0, dist.get_rank())).backward()
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert held == before == [id(p) for p in model.parameters()], (
-        "the optimizer and the model must have the same parameters"
-    )
+    assert held == before == [id(p) for p in model.parameters()], "the optimizer has the parameters of the model"
     assert all(p.grad is not None for p in model.parameters())
     model.zero_grad()
     train_and_compare(model, reference, TASKS[task])

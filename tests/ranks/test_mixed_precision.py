@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed import fsdp as peer
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from composable_fsdp import CommunicationPolicy, Int8, MixedPrecisionPolicy, fully_shard, unsharded_params
+from composable_fsdp import CommunicationPolicy, Int8, MixedPrecisionPolicy, fully_shard, no_sync, unsharded_params
 from composable_fsdp.testing import RanksError
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, seeded, shard_layers
@@ -193,24 +194,29 @@ def test_training_in_mixed_precision_is_bitwise_that_of_torch(reshard_after_forw
 
 
 @pytest.mark.behaviour("D-01", "C-07")
+@pytest.mark.parametrize("sharded", [False, True])
 @on_ranks(2)
-def test_gradients_accumulate_unsharded_in_the_reduce_dtype() -> None:
+def test_gradients_accumulate_in_the_reduce_dtype(sharded: bool) -> None:
+    """Sum three bf16 microbatches in fp32, in full or by shards: two ranks, so each sum has one order."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     task = TASKS["mlp"]
     model = shard_layers(task.build(), fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
     for i in range(3):
-        model.set_requires_gradient_sync(i == 2)
-        task.loss(model, task.batch_of(i, rank)).backward()
+        with no_sync(model, sharded=sharded) if i < 2 else nullcontext():
+            task.loss(model, task.batch_of(i, rank)).backward()
+    # In full, each rank sums its microbatches; by shards, the sums over the ranks are added.
+    pairs = [(r, i) for r in range(world_size) for i in range(3)]
+    groups = [[pair for pair in pairs if pair[sharded] == k] for k in range(3 if sharded else world_size)]
     totals: dict[str, torch.Tensor] = {}
-    for r in range(world_size):
+    for group in groups:
         summed: dict[str, torch.Tensor] = {}
-        for i in range(3):
+        for r, i in group:
             plain = task.build().to(BF16)
             x, target = task.batch_of(i, r)
             task.loss(plain, (x.to(BF16), target)).backward()
             for name, p in plain.named_parameters():
-                summed[name] = p.grad.float() if i == 0 else summed[name] + p.grad.float()
-        totals = {name: value if r == 0 else totals[name] + value for name, value in summed.items()}
+                summed[name] = p.grad.float() + summed.get(name, 0)
+        totals = {name: value + totals.get(name, 0) for name, value in summed.items()}
     for name, parameter in model.named_parameters():
         expected = local_shard(totals[name] / world_size, parameter.grad)
         torch.testing.assert_close(parameter.grad.to_local(), expected, rtol=0, atol=0)

@@ -161,7 +161,7 @@ class Wrapped(nn.Module):
         self.before = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList([Returning(kind)])
         self.after = nn.Linear(WIDTH, WIDTH)
-        self.use = CALLERS[kind]
+        self.use = WAYS[kind][1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.before(x))
@@ -173,7 +173,7 @@ class Returning(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.other = nn.Linear(WIDTH, WIDTH)
-        self.how = RETURNS[kind]
+        self.how = WAYS[kind][0]
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.how(self, x, self.linear(x))
@@ -195,51 +195,38 @@ def _add_to_input_in_place(module: Returning, x: torch.Tensor, y: torch.Tensor) 
     return x
 
 
-RETURNS: dict[str, Callable[[Returning, torch.Tensor, torch.Tensor], Any]] = {
-    "a view": lambda m, x, y: y.view(-1, 2, WIDTH // 2),
-    "a slice": lambda m, x, y: torch.tanh(y)[:, 1:],
-    "views of one tensor": lambda m, x, y: y.chunk(2, dim=-1),
-    "a view changed in place": lambda m, x, y: torch.sin(y)[:],
-    "an expanded view changed in place": lambda m, x, y: torch.sin(y).t().unsqueeze(0),
-    "a tensor changed in place": lambda m, x, y: y + 1,
-    "one output unused": lambda m, x, y: (y, torch.tanh(m.other(x))),
-    "the first output unused": lambda m, x, y: (torch.tanh(m.other(x)), y),
-    "None beside": lambda m, x, y: (None, y, {"cache": None}),
-    "nothing used": lambda m, x, y: y,
-    "the input too": lambda m, x, y: (x, y),
-    "the input only": lambda m, x, y: x,
-    "the input changed in place": _add_to_input_in_place,
-    "an input changed between two layers": _change_input_between,
-    "a detached output beside": lambda m, x, y: (y.detach(), y),
-    "the same tensor twice": lambda m, x, y: (y, y),
-    "a sum and its parts": lambda m, x, y: (y, y + m.other(y)),
-}
+Return = Callable[[Returning, torch.Tensor, torch.Tensor], Any]
+Use = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
-CALLERS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
-    "a view": lambda layer, x: layer(x).flatten(1),
-    "a slice": lambda layer, x: nn.functional.pad(layer(x), (1, 0)),
-    "views of one tensor": lambda layer, x: torch.cat(layer(x)[::-1], dim=-1),
-    "a view changed in place": _change_in_place,
-    "an expanded view changed in place": lambda layer, x: layer(x).mul_(2).squeeze(0).t(),
-    "a tensor changed in place": _change_in_place,
-    "one output unused": lambda layer, x: layer(x)[0],
-    "the first output unused": lambda layer, x: layer(x)[1],
-    "None beside": lambda layer, x: layer(x)[1],
-    "nothing used": lambda layer, x: x + 0 * layer(x).detach(),
-    "the input too": lambda layer, x: torch.mul(*layer(x)),
-    "the input only": lambda layer, x: layer(x),
-    "the input changed in place": lambda layer, x: layer(x + 0),
-    "an input changed between two layers": lambda layer, x: layer(x + 0),
-    "a detached output beside": lambda layer, x: torch.mul(*layer(x)),
-    "the same tensor twice": lambda layer, x: torch.mul(*layer(x)),
-    "a sum and its parts": lambda layer, x: torch.mul(*layer(x)),
+WAYS: dict[str, tuple[Return, Use]] = {
+    "a view": (lambda m, x, y: y.view(-1, 2, WIDTH // 2), lambda layer, x: layer(x).flatten(1)),
+    "a slice": (lambda m, x, y: torch.tanh(y)[:, 1:], lambda layer, x: nn.functional.pad(layer(x), (1, 0))),
+    "views of one tensor": (lambda m, x, y: y.chunk(2, dim=-1), lambda layer, x: torch.cat(layer(x)[::-1], dim=-1)),
+    "a view changed in place": (lambda m, x, y: torch.sin(y)[:], _change_in_place),
+    "an expanded view changed in place": (
+        lambda m, x, y: torch.sin(y).t().unsqueeze(0),
+        lambda layer, x: layer(x).mul_(2).squeeze(0).t(),
+    ),
+    "a tensor changed in place": (lambda m, x, y: y + 1, _change_in_place),
+    "one output unused": (lambda m, x, y: (y, torch.tanh(m.other(x))), lambda layer, x: layer(x)[0]),
+    "the first output unused": (lambda m, x, y: (torch.tanh(m.other(x)), y), lambda layer, x: layer(x)[1]),
+    "None beside": (lambda m, x, y: (None, y, {"cache": None}), lambda layer, x: layer(x)[1]),
+    "nothing used": (lambda m, x, y: y, lambda layer, x: x + 0 * layer(x).detach()),
+    "the input too": (lambda m, x, y: (x, y), lambda layer, x: torch.mul(*layer(x))),
+    "the input only": (lambda m, x, y: x, lambda layer, x: layer(x)),
+    "the input changed in place": (_add_to_input_in_place, lambda layer, x: layer(x + 0)),
+    "an input changed between two layers": (_change_input_between, lambda layer, x: layer(x + 0)),
+    "a detached output beside": (lambda m, x, y: (y.detach(), y), lambda layer, x: torch.mul(*layer(x))),
+    "the same tensor twice": (lambda m, x, y: (y, y), lambda layer, x: torch.mul(*layer(x))),
+    "a sum and its parts": (lambda m, x, y: (y, y + m.other(y)), lambda layer, x: torch.mul(*layer(x))),
 }
+"""What an inner module returns, and what the module around it does with that."""
 
 
 @pytest.mark.behaviour("C-06", "C-04")
 @on_ranks(2, transports=TRANSPORTS)
 def test_views_partly_used_outputs_and_returned_inputs_train() -> None:
-    for kind in RETURNS:
+    for kind in WAYS:
         check_parity(seeded(Wrapped, kind=kind), play, what=kind, reshard_after_forward=True)
 
 

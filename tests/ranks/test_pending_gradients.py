@@ -541,7 +541,7 @@ def test_a_conversion_loses_neither_a_gradient_nor_its_dtype() -> None:
     for fails in ("weight", "bias"):
         layer = nn.Linear(4, 4)
         layer.weight.grad_dtype = torch.float64
-        model: Any = fully_shard(layer)
+        model = fully_shard(layer)
         model(torch.ones(1, 4)).sum().backward()
 
         def convert(tensor: torch.Tensor, dims: int = 2 if fails == "weight" else 1) -> torch.Tensor:

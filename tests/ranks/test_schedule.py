@@ -39,58 +39,28 @@ def test_the_second_iteration_prefetches_in_recorded_order_and_backward_in_rever
         backwards.append(backward)
     assert_trace(
         forwards[0],
-        "unshard root",
-        "wait root",
-        "unshard layers.0",  # the order is not known yet
-        "wait layers.0",
-        "reshard layers.0",
-        "unshard layers.1",
-        "wait layers.1",
-        "reshard layers.1",
-        "unshard layers.2",
-        "wait layers.2",
-        "reshard layers.2",
+        "unshard root; wait root; unshard layers.0",  # the order is not known yet
+        "wait layers.0; reshard layers.0; unshard layers.1; wait layers.1; reshard layers.1; unshard layers.2",
+        "wait layers.2; reshard layers.2",
     )
     for forward in forwards[1:]:
         assert_trace(
             forward,
-            "unshard root",
-            "unshard layers.0",  # in flight while the root computes
-            "wait root",
-            "wait layers.0",
-            "unshard layers.1",
-            "reshard layers.0",
-            "wait layers.1",
-            "unshard layers.2",
-            "reshard layers.1",
-            "wait layers.2",
-            "reshard layers.2",
+            "unshard root; unshard layers.0",  # in flight while the root computes
+            "wait root; wait layers.0; unshard layers.1; reshard layers.0; wait layers.1; unshard layers.2",
+            "reshard layers.1; wait layers.2; reshard layers.2",
         )
     for backward in backwards:
         assert_trace(
             backward,
             # The root was kept. Its only own gradient is ready at once and is reduced while layers.2 is gathered.
-            "unshard layers.2",
-            "reduce root",
-            "wait layers.2",
-            "unshard layers.1",
-            "reduce layers.2",
-            "reshard layers.2",
-            "wait layers.1",
-            "unshard layers.0",
-            "reduce layers.1",
-            "reshard layers.1",
-            "wait layers.0",
-            "reshard layers.0",
-            "reduce layers.0",
-            "reshard root",
+            "unshard layers.2; reduce root; wait layers.2; unshard layers.1; reduce layers.2; reshard layers.2",
+            "wait layers.1; unshard layers.0; reduce layers.1; reshard layers.1; wait layers.0; reshard layers.0",
+            "reduce layers.0; reshard root",
             operations=SCHEDULE,
         )
         assert sorted(str(e) for e in backward if e.operation is Operation.REDUCED) == [
-            "reduced layers.0",
-            "reduced layers.1",
-            "reduced layers.2",
-            "reduced root",
+            f"reduced {group}" for group in ("layers.0", "layers.1", "layers.2", "root")
         ]
 
 
@@ -107,27 +77,10 @@ def test_a_group_whose_inputs_need_no_gradient_is_reduced_before_the_next_ones_b
             loss.backward()
         assert_trace(
             backward,
-            "unshard side",
-            "unshard layers.3",
-            "wait side",
-            "reshard side",
-            "reduce side",
-            "wait layers.3",
-            "unshard layers.2",
-            "reduce layers.3",
-            "reshard layers.3",
-            "wait layers.2",
-            "unshard layers.1",
-            "reduce layers.2",
-            "reshard layers.2",
-            "wait layers.1",
-            "unshard layers.0",
-            "reduce layers.1",
-            "reshard layers.1",
-            "wait layers.0",
-            "reshard layers.0",
-            "reduce layers.0",
-            "reshard root",
+            "unshard side; unshard layers.3; wait side; reshard side; reduce side; wait layers.3; unshard layers.2",
+            "reduce layers.3; reshard layers.3; wait layers.2; unshard layers.1; reduce layers.2; reshard layers.2",
+            "wait layers.1; unshard layers.0; reduce layers.1; reshard layers.1; wait layers.0; reshard layers.0",
+            "reduce layers.0; reshard root",
             operations=SCHEDULE,
         )
 
