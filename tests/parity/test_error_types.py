@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +19,9 @@ from composable_fsdp import FSDPError
 from tests.helpers.sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")
+
+Case = Callable[[Any], object]
+"""Makes a mistake with the library that it is given."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,45 +52,8 @@ def beside_meta() -> nn.Linear:
     return module
 
 
-def meta_forward(library: Any) -> None:
-    library.fully_shard(on_meta())(torch.ones(2, 4))
-
-
-def meta_beside_real(library: Any) -> None:
-    library.fully_shard(beside_meta())(torch.ones(2, 4))
-
-
-def meta_unshard(library: Any) -> None:
-    library.fully_shard(on_meta()).unshard()
-
-
-def sharded_twice(library: Any) -> None:
-    library.fully_shard(library.fully_shard(linear()))
-
-
-def the_same_twice_in_a_list(library: Any) -> None:
-    module = linear()
-    library.fully_shard([module, module])
-
-
-def no_module(library: Any) -> None:
-    library.fully_shard(3)
-
-
-def a_module_list(library: Any) -> None:
-    library.fully_shard(nn.ModuleList([linear()]))
-
-
-def three_dims(library: Any) -> None:
-    library.fully_shard(linear(), mesh=init_device_mesh("cpu", (1, 1, 1)))
-
-
-def reshard_after_a_word(library: Any) -> None:
-    library.fully_shard(linear(), reshard_after_forward="yes")
-
-
-def reshard_to_no_factor(library: Any) -> None:
-    library.fully_shard(linear(), reshard_after_forward=5)
+def forward(module: Any) -> Any:
+    return module(torch.ones(2, 4))
 
 
 def a_scalar_parameter(library: Any) -> None:
@@ -97,49 +62,19 @@ def a_scalar_parameter(library: Any) -> None:
     library.fully_shard(module)
 
 
-def a_placement_that_is_none(library: Any) -> None:
-    library.fully_shard(linear(), shard_placement_fn=lambda _: "0")
+def mesh_dims(library: Any, names: tuple[str, ...] | None, **dims: str) -> None:
+    mesh = init_device_mesh("cpu", (1,) * len(names or "1"), mesh_dim_names=names)
+    library.fully_shard(linear(), mesh=mesh, dp_mesh_dims=library.DataParallelMeshDims(**dims))
 
 
-def shard_dim(dim: int) -> Callable[[Any], None]:
-    def case(library: Any) -> None:
-        library.fully_shard(linear(), shard_placement_fn=lambda _: Shard(dim))
-
-    case.__name__ = f"shard_dim_{dim}"
-    return case
-
-
-def a_dict_of_modules(library: Any) -> None:
-    library.fully_shard(nn.ModuleDict({"one": linear()}))
-
-
-def no_mesh_dims(library: Any) -> None:
-    library.DataParallelMeshDims()
-
-
-def mesh_dims(names: tuple[str, ...] | None, **dims: str) -> Callable[[Any], None]:
-    def case(library: Any) -> None:
-        mesh = init_device_mesh("cpu", (1,) * len(names or "1"), mesh_dim_names=names)
-        library.fully_shard(linear(), mesh=mesh, dp_mesh_dims=library.DataParallelMeshDims(**dims))
-
-    case.__name__ = f"mesh_dims_{names}_{'_'.join(dims.values())}"
-    return case
-
-
-def placed_on(placement: Placement, names: tuple[str, str]) -> Callable[[Any], None]:
-    """A parameter that is placed on a mesh of these names, and sharded on dims of the mesh ("a", "b")."""
-
-    def case(library: Any) -> None:
-        meshes = {each: init_device_mesh("cpu", (1, 1), mesh_dim_names=each) for each in (("a", "b"), names)}
-        module = linear()
-        for name, parameter in list(module.named_parameters()):
-            placed = distribute_tensor(parameter.detach(), meshes[names], [placement, Replicate()])
-            setattr(module, name, nn.Parameter(placed))
-        dims = library.DataParallelMeshDims(shard="a")
-        library.fully_shard(module, mesh=meshes["a", "b"], dp_mesh_dims=dims)
-
-    case.__name__ = f"placed_by_{placement}_on_{'_'.join(names)}"
-    return case
+def placed_on(library: Any, placement: Placement, names: tuple[str, str]) -> None:
+    """Shard a parameter that is placed on a mesh of these names on dims of the mesh ("a", "b")."""
+    meshes = {each: init_device_mesh("cpu", (1, 1), mesh_dim_names=each) for each in (("a", "b"), names)}
+    module = linear()
+    for name, parameter in list(module.named_parameters()):
+        placed = distribute_tensor(parameter.detach(), meshes[names], [placement, Replicate()])
+        setattr(module, name, nn.Parameter(placed))
+    library.fully_shard(module, mesh=meshes["a", "b"], dp_mesh_dims=library.DataParallelMeshDims(shard="a"))
 
 
 def weights_tied_between_groups(library: Any) -> None:
@@ -150,125 +85,92 @@ def weights_tied_between_groups(library: Any) -> None:
     model(torch.ones(2, 4))
 
 
-def one_hook_of_two(library: Any) -> None:
+def hooks(library: Any, **methods: Any) -> None:
     module = library.fully_shard(linear())
-    module.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: None
-    module(torch.ones(2, 4))
+    for name, method in methods.items():
+        setattr(module.weight._local_tensor, f"fsdp_{name}_all_gather", method)
+    forward(module)
 
 
-def a_hook_with_too_few_arguments(library: Any) -> None:
-    module = library.fully_shard(linear())
-    module.weight._local_tensor.fsdp_pre_all_gather = lambda mesh, size: None
-    module.weight._local_tensor.fsdp_post_all_gather = lambda *_, out=None: None
-    module(torch.ones(2, 4))
+def setter(name: str, *values: Any, runs: bool = False) -> Case:
+    """Call a setter of a sharded module, and train with it if it is asked for."""
+
+    def case(library: Any) -> None:
+        module = library.fully_shard(linear())
+        getattr(module, name)(*values)
+        if runs:
+            forward(module).sum().backward()
+
+    return case
 
 
-def custom_all_gather_and_pool(library: Any) -> None:
-    module = library.fully_shard(linear())
-    module.set_custom_all_gather(OwnAllGather())
-    module.set_allocate_memory_from_process_group_for_comm(True)
+def with_a_pool(name: str) -> Case:
+    def case(library: Any) -> None:
+        module = library.fully_shard(linear())
+        getattr(module, name)(OwnAllGather())
+        module.set_allocate_memory_from_process_group_for_comm(True)
 
-
-def custom_reduce_scatter_and_pool(library: Any) -> None:
-    module = library.fully_shard(linear())
-    module.set_custom_reduce_scatter(OwnAllGather())
-    module.set_allocate_memory_from_process_group_for_comm(True)
+    return case
 
 
 def a_stream_on_a_hybrid_mesh(library: Any) -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-    module = library.fully_shard(linear(), mesh=mesh)
-    module.set_all_reduce_hook(lambda _: None, stream=torch.cpu.Stream())
+    library.fully_shard(linear(), mesh=mesh).set_all_reduce_hook(lambda _: None, stream=torch.cpu.Stream())
 
 
-def a_hook_that_is_none(library: Any) -> None:
-    module = library.fully_shard(linear())
-    module.set_all_reduce_hook(3)
-    module(torch.ones(2, 4)).sum().backward()
-
-
-def a_divide_factor_of_text(library: Any) -> None:
-    module = library.fully_shard(linear())
-    module.set_gradient_divide_factor("2")
-    module(torch.ones(2, 4)).sum().backward()
-
-
-def set_reshard_after_a_number(library: Any) -> None:
-    library.fully_shard(linear()).set_reshard_after_forward(2)
-
-
-def prefetch_of_a_plain_module(library: Any) -> None:
-    library.fully_shard(linear()).set_modules_to_forward_prefetch([linear()])
-
-
-def prefetch_in_backward_of_a_plain_module(library: Any) -> None:
-    library.fully_shard(linear()).set_modules_to_backward_prefetch([linear()])
-
-
-def buffers_of(number: object) -> Callable[[Any], None]:
-    def case(library: Any) -> None:
-        library.fully_shard(linear()).set_reduce_scatter_max_input_buffers(number)
-
-    case.__name__ = f"max_input_buffers_{number!r}"
-    return case
-
-
-def no_such_method(library: Any) -> None:
-    library.register_fsdp_forward_method(library.fully_shard(linear()), "none")
-
-
-def streams_of_a_plain_module(library: Any) -> None:
-    library.share_comm_ctx([linear()])
-
-
-CASES = [
-    meta_forward,
-    meta_beside_real,
-    meta_unshard,
-    sharded_twice,
-    the_same_twice_in_a_list,
-    no_module,
-    a_module_list,
-    three_dims,
-    reshard_after_a_word,
-    reshard_to_no_factor,
-    a_scalar_parameter,
-    *map(shard_dim, (1, 2, -3)),
-    a_dict_of_modules,
-    one_hook_of_two,
-    a_hook_with_too_few_arguments,
-    custom_all_gather_and_pool,
-    custom_reduce_scatter_and_pool,
-    a_stream_on_a_hybrid_mesh,
-    a_hook_that_is_none,
-    a_divide_factor_of_text,
-    set_reshard_after_a_number,
-    prefetch_of_a_plain_module,
-    prefetch_in_backward_of_a_plain_module,
-    no_such_method,
-    streams_of_a_plain_module,
-]
-CASES_FROM_2_13 = [
-    a_placement_that_is_none,
-    no_mesh_dims,
-    mesh_dims(None, shard="a"),
-    mesh_dims(("a",), shard="b"),
-    mesh_dims(("a",), shard="a", replicate="b"),
-    mesh_dims(("a", "b"), shard="a"),
-    placed_on(Shard(0), ("a", "b")),
-    placed_on(Replicate(), ("a", "c")),
-    weights_tied_between_groups,
-    *map(buffers_of, (2.5, True, None, "2", 0)),
-]
+CASES: dict[str, Case] = {
+    "meta, forward": lambda library: forward(library.fully_shard(on_meta())),
+    "meta beside real": lambda library: forward(library.fully_shard(beside_meta())),
+    "meta, unshard": lambda library: library.fully_shard(on_meta()).unshard(),
+    "sharded twice": lambda library: library.fully_shard(library.fully_shard(linear())),
+    "the same twice in a list": lambda library: library.fully_shard([linear()] * 2),
+    "no module": lambda library: library.fully_shard(3),
+    "a module list": lambda library: library.fully_shard(nn.ModuleList([linear()])),
+    "a dict of modules": lambda library: library.fully_shard(nn.ModuleDict({"one": linear()})),
+    "three dims": lambda library: library.fully_shard(linear(), mesh=init_device_mesh("cpu", (1, 1, 1))),
+    "reshard after a word": lambda library: library.fully_shard(linear(), reshard_after_forward="yes"),
+    "reshard to no factor": lambda library: library.fully_shard(linear(), reshard_after_forward=5),
+    "a scalar parameter": a_scalar_parameter,
+    "shard dim 1": lambda library: library.fully_shard(linear(), shard_placement_fn=lambda _: Shard(1)),
+    "shard dim 2": lambda library: library.fully_shard(linear(), shard_placement_fn=lambda _: Shard(2)),
+    "shard dim -3": lambda library: library.fully_shard(linear(), shard_placement_fn=lambda _: Shard(-3)),
+    "one hook of two": lambda library: hooks(library, pre=lambda mesh: None),
+    "a hook with too few arguments": lambda library: hooks(
+        library, pre=lambda mesh, size: None, post=lambda *_, out=None: None
+    ),
+    "custom all-gather and pool": with_a_pool("set_custom_all_gather"),
+    "custom reduce-scatter and pool": with_a_pool("set_custom_reduce_scatter"),
+    "a stream on a hybrid mesh": a_stream_on_a_hybrid_mesh,
+    "a hook that is none": setter("set_all_reduce_hook", 3, runs=True),
+    "a divide factor of text": setter("set_gradient_divide_factor", "2", runs=True),
+    "set reshard after a number": setter("set_reshard_after_forward", 2),
+    "prefetch of a plain module": setter("set_modules_to_forward_prefetch", [nn.Linear(4, 4)]),
+    "prefetch in backward of a plain module": setter("set_modules_to_backward_prefetch", [nn.Linear(4, 4)]),
+    "no such method": lambda library: library.register_fsdp_forward_method(library.fully_shard(linear()), "none"),
+    "streams of a plain module": lambda library: library.share_comm_ctx([linear()]),
+}
+CASES_FROM_2_13: dict[str, Case] = {
+    "a placement that is none": lambda library: library.fully_shard(linear(), shard_placement_fn=lambda _: "0"),
+    "no mesh dims": lambda library: library.DataParallelMeshDims(),
+    "a mesh without names": lambda library: mesh_dims(library, None, shard="a"),
+    "shards on another dim": lambda library: mesh_dims(library, ("a",), shard="b"),
+    "replicas on another dim": lambda library: mesh_dims(library, ("a",), shard="a", replicate="b"),
+    "a dim that is left": lambda library: mesh_dims(library, ("a", "b"), shard="a"),
+    "sharded on a dim of data": lambda library: placed_on(library, Shard(0), ("a", "b")),
+    "replicated on another mesh": lambda library: placed_on(library, Replicate(), ("a", "c")),
+    "weights tied between groups": weights_tied_between_groups,
+    **{
+        f"max input buffers {number!r}": setter("set_reduce_scatter_max_input_buffers", number)
+        for number in (2.5, True, None, "2", 0)
+    },
+}
 """Torch 2.11 has no such name, or does not check the argument."""
 
+CHECKED = CASES if TorchVersion(torch.__version__) < "2.13" else CASES | CASES_FROM_2_13
 
-@pytest.mark.parametrize(
-    "case",
-    CASES if TorchVersion(torch.__version__) < "2.13" else [*CASES, *CASES_FROM_2_13],
-    ids=lambda case: case.__name__,
-)
-def test_errors_are_of_the_class_that_torch_raises(case: Callable[[ModuleType], None]) -> None:
+
+@pytest.mark.parametrize("case", CHECKED.values(), ids=CHECKED)
+def test_errors_are_of_the_class_that_torch_raises(case: Case) -> None:
     with pytest.raises(Exception) as of_torch:  # noqa: PT011 (torch's class is what is asked)
         case(torch_fsdp)
     with pytest.raises(FSDPError) as of_ours:

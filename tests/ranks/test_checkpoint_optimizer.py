@@ -366,31 +366,6 @@ def test_plain_shards_of_an_optimizer_have_the_local_form_only(tmp_path: Path) -
     same_state(optimizer_state_dict(model, optimizer, Local())["state"], before["state"])
 
 
-class RowScales(Optimizer):
-    """Keeps plain state with another shape than the shard and different values on each rank."""
-
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["energy"] = parameter.grad.to_local().square().sum(0)
-
-
-@pytest.mark.behaviour("F-09")
-@on_ranks(2)
-def test_plain_state_that_differs_is_refused(tmp_path: Path) -> None:
-    model = shard_layers(TASKS["mlp"].build(), fully_shard)
-    optimizer = RowScales(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter) * (1 + dist.get_rank())
-    optimizer.step()
-    with all_ranks_raise(r"energy is a plain tensor with other values on rank 1 than on rank 0, but only one is saved"):
-        save(tmp_path, model, optimizer)
-    assert not list(tmp_path.glob("step-*"))
-
-
 class Values(Optimizer):
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {"lr": 0.1})

@@ -380,29 +380,6 @@ def test_training_resumes_bitwise_in_new_processes(tmp_path: Path) -> None:
     assert warnings[1:] == ["", "", ""]
 
 
-def quiet(ranks: int, folder: Path, steps: range) -> None:
-    task = TASKS["mlp"]
-    model = shard_layers(task.build(), fully_shard)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if steps.start:
-        load(folder / "half", model, optimizer)
-    train(model, optimizer, task, steps, ranks)
-    save(folder / ("half" if steps.stop == 10 else f"end-{ranks}"), model, optimizer)
-
-
-@pytest.mark.behaviour("F-07")
-def test_training_resumes_within_rounding_on_another_number_of_ranks(tmp_path: Path) -> None:
-    run_ranks(quiet, 2, 2, tmp_path, range(10))
-    run_ranks(quiet, 2, 2, tmp_path, range(10, 20))
-    run_ranks(quiet, 4, 4, tmp_path, range(10, 20))
-    models = []
-    for ranks in (2, 4):
-        models.append(TASKS["mlp"].build())
-        load(tmp_path / f"end-{ranks}", models[-1])
-    for (name, on_two), on_four in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(on_two, on_four, rtol=1e-5, atol=1e-6, msg=name)
-
-
 @pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["shared", "sockets"])
 @on_ranks(2, environment="transport", timeout=30)

@@ -15,8 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -63,22 +61,6 @@ FAILING = 2
 """The index of the failing step, out of ``STEPS`` steps."""
 STEPS = 5
 
-POINTS = ["before", "after", "backward", "gradient", "encode", "decode", "operation", "allocation"]
-
-plans = st.builds(
-    Plan,
-    point=st.sampled_from(POINTS),
-    index=st.integers(0, 20),
-    microbatch=st.integers(0, 1),
-    microbatches=st.integers(1, 2),
-    alone=st.sampled_from([False, False, True]),
-    reshard=st.booleans(),
-    prefetch=st.booleans(),
-    fused=st.booleans(),
-    encoded=st.booleans(),
-    feedback=st.booleans(),
-)
-
 
 def fail_and_continue(plan: Plan) -> None:
     model, undisturbed, optimizers = pair(plan)
@@ -99,18 +81,6 @@ def fail_and_continue(plan: Plan) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_same(model, undisturbed, plan)
-
-
-@pytest.mark.behaviour("H-01", "H-05", "J-03")
-@pytest.mark.parametrize(("number", "transport"), list(enumerate(TRANSPORTS.values())), ids=TRANSPORTS)
-def test_a_failed_step_leaves_no_state(number: int, transport: Environment) -> None:
-    @seed(number)
-    @settings(max_examples=8, database=None, suppress_health_check=list(HealthCheck))
-    @given(plans)
-    def holds(plan: Plan) -> None:
-        run_ranks(fail_and_continue, 2, plan, environment=transport)
-
-    holds()
 
 
 @pytest.mark.behaviour("H-01", "H-05", "J-03")
@@ -142,8 +112,8 @@ NAMED = {
 @pytest.mark.behaviour("H-01", "H-05", "J-03")
 @pytest.mark.parametrize("plan", NAMED.values(), ids=NAMED)
 def test_reductions_kept_by_fsdp2_after_a_failed_step_are_dropped(plan: Plan) -> None:
-    run_ranks(fail_and_continue, 2, plan, environment=COPIES)
-    run_ranks(fail_and_continue, 2, plan, environment=SOCKETS)
+    for transport in TRANSPORTS.values():
+        run_ranks(fail_and_continue, 2, plan, environment=transport)
 
 
 @pytest.mark.behaviour("H-01", "H-05")
