@@ -98,18 +98,14 @@ def test_small_tensors_share_one_message_per_dtype() -> None:
     assert run_ranks(count_messages, 2) == [2, 2]
 
 
-def synchronise_meta_tensors() -> str:
+@pytest.mark.behaviour("A-15")
+@on_ranks(2)
+def test_meta_tensors_cannot_be_synchronised_and_are_named() -> None:
     with torch.device("meta"):
         model = Buffered(0)
     with pytest.raises(ParameterError) as error:
         fully_shard(model, sync_module_states=True)
-    return str(error.value)
-
-
-@pytest.mark.behaviour("A-15")
-def test_meta_tensors_cannot_be_synchronised_and_are_named() -> None:
-    first, second = run_ranks(synchronise_meta_tensors, 2)
-    assert first == second
+    first = str(error.value)
     assert "these of Buffered are on the meta device and have no values to send: ['weight', 'narrow'," in first
     assert "Pass param_init_fn" in first
 
@@ -317,7 +313,17 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-def collect_errors() -> list[str]:
+def reset_or_fill_with_ones(module: nn.Module) -> None:
+    if isinstance(module, Scaled):
+        module.scale.fill_(1)
+        module.get_buffer("table").fill_(1)
+    else:
+        reset_parameters(module)
+
+
+@pytest.mark.behaviour("J-01")
+@on_ranks(2)
+def test_initialisation_names_what_it_cannot_give_values() -> None:
     texts = []
 
     def refused(kind: type[Exception], model: nn.Module, *args: Any, seed: int = 0) -> None:
@@ -344,21 +350,7 @@ def collect_errors() -> list[str]:
     texts.append(str(error.value))
     initialize(model, reset_or_fill_with_ones, seed=1)
     model(torch.ones(2, 4)).sum().backward()
-    return texts
-
-
-def reset_or_fill_with_ones(module: nn.Module) -> None:
-    if isinstance(module, Scaled):
-        module.scale.fill_(1)
-        module.get_buffer("table").fill_(1)
-    else:
-        reset_parameters(module)
-
-
-@pytest.mark.behaviour("J-01")
-def test_initialisation_names_what_it_cannot_give_values() -> None:
-    first, second = run_ranks(collect_errors, 2)
-    assert first == second
+    first = texts
     no_method, left_out, other_shape, unsharded, other_seed = first
     assert "these have no such method: the model (Scaled). Pass a function of a module" in no_method
     assert "and fn gave them no values: ['scale', 'table']. Pass an fn that does" in left_out

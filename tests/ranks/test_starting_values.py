@@ -18,7 +18,7 @@ from composable_fsdp import DivergenceError, FSDPModule, fully_shard, initialize
 from composable_fsdp.errors import ParameterError
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.model_parallel import Pairs, parallelize_pairs
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.transports import COPIES
 
 
@@ -75,7 +75,9 @@ def initialize_by_seed(model: nn.Sequential) -> None:
     initialize(model, seed=3)
 
 
-def start_with_different_values() -> list[str]:
+@pytest.mark.behaviour("J-01", "H-02")
+@on_ranks(2)
+def test_different_starting_values_are_an_error_unless_overwritten() -> None:
     rank = dist.get_rank()
     texts = [refusal(shard(build(rank)), DivergenceError)]
     for overwrite in (load_from_first, load_other, assign, initialize_by_seed):
@@ -91,13 +93,7 @@ def start_with_different_values() -> list[str]:
     trusted = cast(FSDPModule, shard(build(rank)))
     trusted.set_order_check("off")
     forward(cast(nn.Module, trusted))
-    return texts
-
-
-@pytest.mark.behaviour("J-01", "H-02")
-def test_different_starting_values_are_an_error_unless_overwritten() -> None:
-    first, second = run_ranks(start_with_different_values, 2)
-    assert first == second
+    first = texts
     everything, rest = first
     assert everything == (
         "Ranks have started from different values: parameter '1.weight' of group 'root' was not the same on rank 0 and "
@@ -167,7 +163,9 @@ HARMLESS: tuple[Callable[[DTensor], torch.Tensor], ...] = (
 )
 
 
-def equal_shards() -> list[str]:
+@pytest.mark.behaviour("J-01")
+@on_ranks(2, environment=COPIES)
+def test_equal_random_shards_are_an_error_and_other_equal_ones_are_not() -> None:
     model, trusted = build_on_meta(), build_on_meta()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
@@ -188,13 +186,7 @@ def equal_shards() -> list[str]:
         model = build_on_meta()
         fill(model, values)
         forward(model)
-    return texts
-
-
-@pytest.mark.behaviour("J-01")
-def test_equal_random_shards_are_an_error_and_other_equal_ones_are_not() -> None:
-    first, second = run_ranks(equal_shards, 2, environment=COPIES)
-    assert first == second
+    first = texts
     assert first == [
         "parameter '1.weight' of group 'root' has the same random values on ranks 0, 1, which hold different shards of "
         "it, and so 2 other parameters. A random operation, such as reset_parameters(), has run on the shards with the "
