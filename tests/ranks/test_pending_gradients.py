@@ -85,8 +85,7 @@ def accumulate(policy: OffloadPolicy) -> None:
                 ((parameter, (unreduced, partial)),) = found.items()
                 assert parameter is model.weight
                 assert partial is None
-                assert unreduced.dtype == torch.bfloat16
-                assert unreduced.shape == (2, 1)
+                assert (unreduced.dtype, unreduced.shape) == (torch.bfloat16, (2, 1))
                 assert full(model.weight.grad).tolist() == [[contributions[0][1]]] * 2
         assert full(model.weight.grad).tolist() == [[expected]] * 2
 
@@ -109,8 +108,7 @@ def change(policy: OffloadPolicy, reshards: bool) -> None:
         unreduced, partial = found[weight]
         found.clear()
         assert pending(model)[weight][0] is unreduced, "the mapping is a copy"
-        assert weight.grad is None
-        assert partial is None
+        assert weight.grad is partial is None
         assert known is None or unreduced is known
         known = unreduced
         if step == 0:
