@@ -90,7 +90,7 @@ def test_a_forward_on_meta_is_a_recoverable_error_on_every_rank() -> None:
         for name in ("scale", "layers.1.weight"):
             owner, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             if len(messages) == 1:
-                owner._parameters[attribute] = nn.Parameter(owner._parameters[attribute].to("meta"))  # type: ignore[union-attr]
+                owner._parameters[attribute] = nn.Parameter(owner._parameters[attribute].to("meta"))
     initialise(model, values_of(reference))
     train_and_compare(model, reference, TASKS["mlp"])
     first = messages

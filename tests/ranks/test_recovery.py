@@ -557,7 +557,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fail_often(times: int, *, alone: bool) -> tuple[int, int, int]:
+def fail_often(times: int, alone: bool) -> tuple[int, int, int]:
     """Return the memory in bytes, file descriptors and threads that ``times`` failed steps add."""
     plan = Plan("backward", 1, 0, 1, alone, True, False, False)
     model = build(plan)
@@ -584,27 +584,14 @@ def fail_often(times: int, *, alone: bool) -> tuple[int, int, int]:
 
 @pytest.mark.behaviour("H-01")
 @pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
-def test_two_hundred_failed_steps_leak_nothing(transport: Environment) -> None:
-    for memory, files, threads in run_ranks(fail_often, 2, 200, alone=False, environment=transport):
+@pytest.mark.parametrize(("times", "alone"), [(200, False), (5, True)], ids=["failed steps", "abandoned connections"])
+def test_failed_steps_and_abandoned_connections_leak_nothing(times: int, alone: bool, transport: Environment) -> None:
+    for memory, files, threads in run_ranks(fail_often, 2, times, alone, environment=transport):
         assert memory <= 1 << 20
-        assert files == 0
-        assert threads == 0
+        assert (files, threads) == (0, 0)
 
 
-@pytest.mark.behaviour("H-01")
-@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
-def test_abandoned_connections_are_freed(transport: Environment) -> None:
-    for memory, files, threads in run_ranks(fail_often, 2, 5, alone=True, environment=transport):
-        assert memory <= 1 << 20
-        assert files == 0
-        assert threads == 0
-
-
-def read_timeouts() -> list[float]:
-    ranks = list(range(dist.get_world_size()))
-    backends = ("gloo", "cuda:gloo", "cpu:gloo,cuda:gloo")
-    return [timeout_of_group(dist.new_group(ranks, timedelta(seconds=77), backend)) for backend in backends]
-
-
+@on_ranks(2)
 def test_recovery_knows_the_timeout_of_groups_without_a_cpu_backend() -> None:
-    assert run_ranks(read_timeouts, 2) == [[77.0] * 3] * 2
+    for backend in ("gloo", "cuda:gloo", "cpu:gloo,cuda:gloo"):
+        assert timeout_of_group(dist.new_group([0, 1], timedelta(seconds=77), backend)) == 77.0

@@ -7,10 +7,8 @@ import warnings
 from typing import Any
 
 import pytest
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
-from spmd_types.checker import typecheck
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +24,8 @@ from composable_fsdp.errors import ParameterError
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import full_value
 
+spmd = pytest.importorskip("spmd_types", reason="needs spmd_types: make install")
+typecheck = pytest.importorskip("spmd_types.checker").typecheck
 FEATURES = 6
 
 
