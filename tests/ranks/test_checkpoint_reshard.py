@@ -30,8 +30,9 @@ def save_in(kind: str, folder: Path) -> None:
 
 def load_in(kind: str, folder: Path, kinds: list[str]) -> None:
     ranks, build = WORLDS[kind]
+    model = build()
     for saved in kinds:
-        model = zeroed(build())
+        zeroed(model).counter.calls = 0
         optimizer = adamw(model)
         optimizer.add_param_group({"params": optimizer.param_groups.pop(0)["params"]})  # the other way round
         optimizer.param_groups.reverse()

@@ -91,7 +91,7 @@ def check(mesh: DeviceMesh, dims: object, data: Sequence[str], **options: object
     size = prod(mesh[name].size() for name in data)
     run = play_on(mesh, data, alternates=mesh.ndim < 3)
     what = f"{mesh}, {dims}"
-    assert_trains_like(model, reference, data_rank(mesh, data), size, run, reference_run=play(PAIR), what=what, steps=3)
+    assert_trains_like(model, reference, data_rank(mesh, data), size, run, reference_run=play(PAIR), what=what, steps=2)
     return model
 
 

@@ -18,7 +18,7 @@ from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import full_value, sharded
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 from tests.helpers.transports import SOCKETS
@@ -335,25 +335,19 @@ def play_methods(model: Any, step: int, rank: int) -> torch.Tensor:
     return loss.detach()
 
 
-def train_by_methods(kind: type[Autoencoder], reshard_after_forward: bool | None) -> None:
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("kind", [Autoencoder, Nesting])
+@on_ranks(2)
+def test_registered_forward_methods_train_like_forward_which_may_call_them(
+    kind: type[Autoencoder], reshard_after_forward: bool | None
+) -> None:
     def shard(model: nn.Module) -> None:
         shard_layers(model, fully_shard, reshard_after_forward=reshard_after_forward)
         for method in ("encode", "decode"):
             register_fsdp_forward_method(model, method)
 
     check_parity(seeded(kind), play_methods, shard=shard)
-
-
-@pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-def test_registered_forward_methods_train_like_forward(reshard_after_forward: bool | None) -> None:
-    run_ranks(train_by_methods, 2, Autoencoder, reshard_after_forward)
-
-
-@pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize("reshard_after_forward", [True, None])
-def test_forward_may_call_registered_methods(reshard_after_forward: bool | None) -> None:
-    run_ranks(train_by_methods, 2, Nesting, reshard_after_forward)
 
 
 @pytest.mark.behaviour("C-08")
