@@ -30,9 +30,9 @@ def linears(dtype: torch.dtype | None) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(1)
     policy = MixedPrecisionPolicy(dtype)
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    for layer in model:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    with torch.inference_mode():  # tensors made here must not be inference tensors
+        for layer in (*model, model):
+            fully_shard(layer, mp_policy=policy)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
