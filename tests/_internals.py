@@ -250,7 +250,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.visible_collectives import Visible
     from composable_fsdp.plugins.watched_waits import Watched, _WatchedWork, compare, compared, level_through_store
     from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather
-    from composable_fsdp.plugins.weight_stream.changed_params import _ChangedParams
+    from composable_fsdp.plugins.weight_stream.changed_params import _Segment
     from composable_fsdp.testing.ranks import (
         START_TIMEOUT,
         VARIABLES,

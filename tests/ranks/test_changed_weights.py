@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -26,7 +26,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.errors import ConfigurationError, DivergenceError, FlushError
 from composable_fsdp.plugins.weight_stream import Flush, FlushHeader, JoinPart, Position, SentParams, apply_changes
-from tests._internals import _ChangedParams
+from tests._internals import _Segment
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import named_mesh
@@ -217,7 +217,7 @@ def run_out_of_memory() -> None:
     model = shard_layers(seeded(UnevenMLP)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
     receiver = Receiver(model, bucket_bytes=100)
     total = len(receiver.update())
-    packed, rank = _ChangedParams._packed, dist.get_rank()
+    blocks, rank = _Segment._new_blocks, dist.get_rank()
     for forgets in (False, True):
         for call in range(total):
             change(model)
@@ -225,13 +225,13 @@ def run_out_of_memory() -> None:
                 receiver.sent.forget()
             calls = iter(range(99))
 
-            def failing(*arguments: Any, calls: Any = calls, call: int = call) -> torch.Tensor:
+            def failing(*arguments: Any, calls: Any = calls, call: int = call) -> Iterator[torch.Tensor]:
                 if rank == 1 and next(calls) == call:
                     raise torch.OutOfMemoryError("no memory")
-                return packed(*arguments)
+                return blocks(*arguments)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_ChangedParams, "_packed", failing)
+                patch.setattr(_Segment, "_new_blocks", failing)
                 kind, match = (torch.OutOfMemoryError, "no memory") if rank else (PeerError, "^rank 1 ")
                 with pytest.raises(kind, match=match):
                     consume(receiver, 0)

@@ -37,13 +37,13 @@ MOST_CODE = {
     "interop": 54,
     "optim": 1372,
     "plan": 913,
-    "plugins": 5548,
+    "plugins": 5588,
     "testing": 235,
     "wrap": 253,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22282
+MOST_CODE_OF_ALL = 22322
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -237,7 +237,8 @@ class ModelSources:
             if not numel:
                 continue
             own = local.dtype, slot.dtype, local.device
-            if run and (own != key or slot.offset != end):
+            casts = local.dtype != slot.dtype and end + local.nbytes - begin > _MOST_CAST_BYTES
+            if run and (own != key or slot.offset != end or casts):
                 _copy_run(run, row[begin:end].view(dtype))
                 run = []
             if not run:
@@ -248,14 +249,16 @@ class ModelSources:
             _copy_run(run, row[begin:end].view(dtype))
 
 
+_MOST_CAST_BYTES = 1 << 17
+"""The most bytes of several tensors that are put together before they are cast."""
+
+
 def _copy_run(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
     """Copy 1-d ``tensors`` of one dtype and device to ``out``, one after the other."""
-    if tensors[0].device != out.device:
-        out.copy_(tensors[0] if len(tensors) == 1 else torch.cat(tensors), non_blocking=True)
-    elif len(tensors) == 1:
-        out.copy_(tensors[0])
-    else:
+    if len(tensors) > 1 and (tensors[0].dtype, tensors[0].device) == (out.dtype, out.device):
         torch.cat(tensors, out=out)
+    else:  # a concatenation that casts takes four times as long
+        out.copy_(tensors[0] if len(tensors) == 1 else torch.cat(tensors), non_blocking=True)
 
 
 class _Axes:
