@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -61,14 +60,6 @@ def encode_rows(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
     return payload
 
 
-@dataclass
-class _Residual:
-    """The error so far, encoded by ``ErrorFeedback.keep``, and the number of reductions that it comes from."""
-
-    rows: torch.Tensor
-    rounds: int = 0
-
-
 class Encoder:
     """Encodes ``num_rows`` rows of ``numel`` values, and sums rows that other ranks encoded in the same way.
 
@@ -84,8 +75,9 @@ class Encoder:
         self.num_rows, self.numel = num_rows, numel
         self._feedback = codec if isinstance(codec, ErrorFeedback) else None
         self._codec = codec.codec if isinstance(codec, ErrorFeedback) else codec
-        self._residual: _Residual | None = None
-        self._before_step: _Residual | None = None
+        self._residual: torch.Tensor | None = None
+        """The error so far, encoded by ``ErrorFeedback.keep``."""
+        self._before_step: torch.Tensor | None = None
         """Set from the first encoding of a step until the step is committed or rolled back."""
 
     @property
@@ -116,7 +108,6 @@ class Encoder:
                 if kept is not None:
                     lost += kept
                 new[rows] = feedback.keep.encode(lost)
-        self._count_reduction()
 
     def decode(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the ``(any, numel)`` fp32 values of encoded rows."""
@@ -156,22 +147,16 @@ class Encoder:
         """True if a residual is kept from step to step."""
         return self._feedback is not None
 
-    @property
-    def rounds(self) -> int:
-        """The number of reductions that the residual comes from, without those of an uncommitted step."""
-        residual = self._before_step or self._residual
-        return 0 if residual is None else residual.rounds
-
     def residual(self, device: torch.device) -> torch.Tensor:
         """Return the residual in its encoded form, without an uncommitted step: ``(num_rows, bytes)`` uint8.
 
         It decodes to zeros if nothing was encoded so far.
         """
-        return (self._before_step or self._residual_on(device)).rows
+        return self._residual_on(device) if self._before_step is None else self._before_step
 
-    def restore(self, residual: torch.Tensor, rounds: int) -> None:
-        """Continue from the ``residual`` of :meth:`residual` and the number of its ``rounds``."""
-        self._residual, self._before_step = _Residual(residual.clone(), rounds), None
+    def restore(self, residual: torch.Tensor) -> None:
+        """Continue from the ``residual`` of :meth:`residual`."""
+        self._residual, self._before_step = residual.clone(), None
 
     def commit(self) -> None:
         """End a step: keep its residual and release the one from before it."""
@@ -189,24 +174,12 @@ class Encoder:
         """
         old = self._residual_on(device)
         if self._before_step is None:
-            self._before_step, self._residual = old, _Residual(torch.empty_like(old.rows), old.rounds)
-        return old.rows, self._residual_on(device).rows
+            self._before_step, self._residual = old, torch.empty_like(old)
+        return old, self._residual_on(device)
 
-    def _residual_on(self, device: torch.device) -> _Residual:
+    def _residual_on(self, device: torch.device) -> torch.Tensor:
         assert self._feedback is not None, "asked only where the encoder remembers"
         if self._residual is None:
-            self._residual = _Residual(self._zero_row(self._feedback, device).repeat(self.num_rows, 1))
+            zeros = torch.zeros(1, self.numel, dtype=torch.float32, device=device)
+            self._residual = self._feedback.keep.encode(zeros).repeat(self.num_rows, 1)
         return self._residual
-
-    def _zero_row(self, feedback: ErrorFeedback, device: torch.device) -> torch.Tensor:
-        """Return an encoded row of zeros."""
-        return feedback.keep.encode(torch.zeros(1, self.numel, dtype=torch.float32, device=device))
-
-    def _count_reduction(self) -> None:
-        if self._feedback is None or self._residual is None:
-            return
-        self._residual.rounds += 1
-        if self._residual.rounds == self._feedback.reset_every:
-            # In place: a restored residual was allocated on another stream, which could reuse it while this one reads.
-            self._residual.rows.copy_(self._zero_row(self._feedback, self._residual.rows.device))
-            self._residual.rounds = 0

@@ -32,14 +32,11 @@ class ErrorFeedback:
     Args:
         codec: the codec of the sum of gradient and residual.
         decay: factor of the residual from one step to the next, in (0, 1].
-        reset_every: number of reductions after which the residual is dropped; ``None``: never. Useful if gradients late
-            in training are very different from earlier ones (LoCo, Xie et al. 2024, arXiv:2407.04480).
         keep: the codec of the residual between steps; ``Cast(torch.float32)`` is exact.
     """
 
     codec: Codec
     decay: float = 1.0
-    reset_every: int | None = None
     keep: Codec = field(default_factory=_int8)
 
     def __post_init__(self) -> None:
@@ -49,10 +46,6 @@ class ErrorFeedback:
         check_codec("ErrorFeedback(keep=...)", self.keep)
         if not 0 < self.decay <= 1:
             raise ConfigurationError(f"ErrorFeedback(decay=...) must be above 0 and at most 1, not {self.decay!r}.")
-        if self.reset_every is not None and (type(self.reset_every) is not int or self.reset_every < 1):
-            raise ConfigurationError(
-                f"ErrorFeedback(reset_every=...) is a whole number, at least 1, or None, not {self.reset_every!r}."
-            )
 
     def for_parameter(self, shape: Sequence[int]) -> ErrorFeedback:
         """Return the error feedback for a parameter whose shard has this shape."""

@@ -353,7 +353,6 @@ def second_half(folder: Path) -> None:
     residuals = [CommunicationState(m).state_dict() for m in (model, expected)]
     assert residuals[0].keys() == residuals[1].keys() != set()
     for name, each in residuals[0].items():
-        assert each["rounds"] == residuals[1][name]["rounds"] == 20
         assert local(each["residual"]).any()
         assert torch.equal(local(each["residual"]), local(residuals[1][name]["residual"]))
 
@@ -367,7 +366,9 @@ def left_out(folder: Path) -> str:
     model, optimizer, _ = noisy()
     assert load(folder / "half", model, optimizer)["step"] == 10
     logger.removeHandler(handler)
-    assert all(each["rounds"] == 0 for each in CommunicationState(model).state_dict().values())
+    residuals = [CommunicationState(each).state_dict() for each in (model, noisy()[0])]
+    for name, each in residuals[0].items():
+        assert torch.equal(local(each["residual"]), local(residuals[1][name]["residual"])), "none yet"
     return "\n".join(records)
 
 

@@ -209,7 +209,6 @@ def test_sent_values_plus_the_residual_equal_the_gradient(codec: Int8, numel: in
     encoder.commit()
     residual = EXACT.decode(encoder.residual(torch.device("cpu")), numel)
     torch.testing.assert_close(sent + residual, wanted, rtol=0, atol=1e-5 * steps)
-    assert encoder.rounds == steps
 
 
 @pytest.mark.behaviour("E-09")
@@ -237,27 +236,13 @@ def test_errors_of_a_constant_gradient_cancel_only_with_feedback() -> None:
         Int4(),
         ErrorFeedback(Int4()),
         ErrorFeedback(Int4(), decay=0.5),
-        ErrorFeedback(Int4(), reset_every=2),
     ):
         encoder = Encoder(codec, 1, 4096)
         sent = sum((encoder.decode(encoded(encoder, gradient)) for _ in range(50)), torch.zeros(1, 4096))
         errors[codec] = ((sent / 50 - gradient).norm() / gradient.norm()).item()
-    without, full, half, short = errors.values()
+    without, full, half = errors.values()
     assert full < without / 20
     assert full < half < without
-    assert full < short < without
-
-
-@pytest.mark.behaviour("E-09")
-def test_a_residual_is_dropped_after_so_many_rounds() -> None:
-    encoder = Encoder(ErrorFeedback(Int4(), reset_every=3), 1, 64)
-    first = encoded(encoder, values(1, 64))
-    second = encoded(encoder, values(1, 64))
-    encoded(encoder, values(1, 64))
-    encoder.commit()
-    assert not torch.equal(first, second)
-    assert encoder.rounds == 0
-    assert torch.equal(encoded(encoder, values(1, 64)), first)
 
 
 @pytest.mark.behaviour("E-09")
@@ -271,9 +256,9 @@ def test_a_nonfinite_value_is_sent_and_leaves_no_residual(bad: float) -> None:
 
 
 @pytest.mark.behaviour("J-03")
-@given(st.integers(1, 3), st.integers(0, 5), st.sampled_from([None, 2]))
-def test_a_rolled_back_step_restores_the_residual(per_step: int, failed: int, reset_every: int | None) -> None:
-    codec = ErrorFeedback(Int4(), reset_every=reset_every)
+@given(st.integers(1, 3), st.integers(0, 5))
+def test_a_rolled_back_step_restores_the_residual(per_step: int, failed: int) -> None:
+    codec = ErrorFeedback(Int4())
     encoder, undisturbed = Encoder(codec, 2, 100), Encoder(codec, 2, 100)
     for step in range(6):
         if step == failed:
@@ -284,19 +269,19 @@ def test_a_rolled_back_step_restores_the_residual(per_step: int, failed: int, re
         for i in range(per_step):
             rows = values(2, 100, 10 * step + i)
             assert torch.equal(encoded(encoder, rows), encoded(undisturbed, rows))
-        before = encoder.residual(torch.device("cpu")).clone(), encoder.rounds
+        before = encoder.residual(torch.device("cpu")).clone()
         for each in (encoder, undisturbed):
             each.commit()
-        assert not torch.equal(before[0], encoder.residual(torch.device("cpu"))) or before[1] == 0 == encoder.rounds
+        assert not torch.equal(before, encoder.residual(torch.device("cpu")))
 
 
 def test_a_restored_encoder_continues_like_the_saved_one() -> None:
-    codec = ErrorFeedback(Int4(), reset_every=4)
+    codec = ErrorFeedback(Int4())
     encoder, restored = Encoder(codec, 2, 100), Encoder(codec, 2, 100)
     for step in range(3):
         encoded(encoder, values(2, 100, step))
     encoder.commit()
-    restored.restore(encoder.residual(torch.device("cpu")), encoder.rounds)
+    restored.restore(encoder.residual(torch.device("cpu")))
     for step in range(3, 8):
         assert torch.equal(encoded(encoder, values(2, 100, step)), encoded(restored, values(2, 100, step)))
 
@@ -322,8 +307,6 @@ class Unhashable:
         (lambda: ErrorFeedback(ErrorFeedback(Int8())), "takes a codec without error feedback of its own"),  # type: ignore[arg-type]
         (lambda: ErrorFeedback(Int8(), decay=0.0), r"decay=\.\.\.\) must be above 0 and at most 1, not 0\.0"),
         (lambda: ErrorFeedback(Int8(), decay=1.5), r"decay=\.\.\.\) must be above 0 and at most 1, not 1\.5"),
-        (lambda: ErrorFeedback(Int8(), reset_every=0), r"reset_every=\.\.\.\) is a whole number, .* or None, not 0"),
-        (lambda: ErrorFeedback(Int8(), reset_every=2.5), r"is a whole number, at least 1, or None, not 2\.5"),  # type: ignore[arg-type]
         (lambda: Int8(block=2.0), r"a block is a whole number of elements, at least one, not 2\.0"),  # type: ignore[arg-type]
         (lambda: CommunicationPolicy(min_numel=-1), r"min_numel=\.\.\.\) is a number of elements, not -1"),
         (lambda: CommunicationPolicy(all_gather=ErrorFeedback(Int8())), "parameters are sent anew each time"),  # type: ignore[arg-type]

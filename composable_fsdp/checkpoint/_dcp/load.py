@@ -341,7 +341,6 @@ class _Restore:
         if communication:
             for name, each in self._communication.items():
                 self._parts[f"communication.{name}.residual"] = LocalShard(each["residual"])
-                each["rounds"] = self.objects[f"communication.{name}.rounds"]
 
         def changed() -> None:
             self.has_changed = True

@@ -9,7 +9,7 @@
 ``optimizer.param_groups.<i>.<setting>``  the same settings as torch reads them: without types of keys and empty dicts;
                                           with a parameter's name in place of ``<i>`` for torch's flattened state dicts
 ``averages.values.<name>``                averages of parameters; ``averages.steps`` is the number of updates
-``communication.<name>.residual``         state of codecs with error feedback; ``.rounds`` beside it
+``communication.<name>.residual``         state of codecs with error feedback
 ``ranks.<rank>.extra``, ``….random``      the ``extra`` of each rank; its random number generators
 ``classes.<key>``                         ``Record`` (``inner_tensors.py``) of a tensor subclass that is saved as inner
                                           tensors under ``<key>.<inner>``, or is opaque (``opaque_state.py``)
@@ -242,7 +242,6 @@ class Contents:
     def add_rank(self, model: nn.Module, rank: int, extra: Mapping[str, Any]) -> None:
         for name, kept in communication_of(model).items():
             self.parts["communication", name, "residual"] = LocalShard(kept["residual"])
-            self.objects["communication", name, "rounds"] = kept["rounds"]
         self.objects["ranks", str(rank), "extra"] = extra
         self.objects["ranks", str(rank), "random"] = _random_state()
 
@@ -313,7 +312,7 @@ def contents_of(model: nn.Module, averages: AveragedModel | None) -> Contents:
 
 
 def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return ``residual`` and ``rounds`` of the error-feedback codecs by name; empty if the model is not sharded."""
+    """Return the ``residual`` of the error-feedback codecs by name; empty if the model is not sharded."""
     return CommunicationState(model).state_dict() if states_below(model) else {}
 
 

@@ -40,15 +40,14 @@ class CommunicationState:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``residual`` and ``rounds`` by the first parameter of each encoded bucket and the reduction stage.
+        """Return ``residual`` by the first parameter of each encoded bucket and the reduction stage.
 
-        ``residual`` is a uint8 ``DTensor`` of shape ``(all ranks' rows, bytes)``, sharded on dim 0 over all ranks of
-        the parameters' mesh. ``rounds`` is the number of steps it is made of.
+        It is a uint8 ``DTensor`` of shape ``(all ranks' rows, bytes)``, sharded on dim 0 over all ranks of the
+        parameters' mesh.
         """
         return {
-            name: {"residual": _as_dtensor(encoder.residual(bucket.scatter.device), _mesh(bucket)), "rounds": rounds}
+            name: {"residual": _as_dtensor(encoder.residual(bucket.scatter.device), _mesh(bucket))}
             for name, bucket, encoder in self._encoders()
-            for rounds in (encoder.rounds,)
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -76,7 +75,7 @@ class CommunicationState:
                 )
             found[name] = local
         for name, (_, encoder) in encoders.items():
-            encoder.restore(found[name], int(state_dict[name]["rounds"]))
+            encoder.restore(found[name])
 
     def _encoders(self) -> Iterator[tuple[str, AnyBucket, Encoder]]:
         module_names = {module: name for name, module in self._model.named_modules()}
