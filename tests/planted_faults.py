@@ -184,7 +184,6 @@ def _calls(function: ast.FunctionDef) -> list[ast.Call]:
 
 
 def sites() -> list[Site]:
-    """Return all sites."""
     found = []
     for file in sorted(PACKAGE.rglob("*.py")):
         path = str(file.relative_to(PACKAGE))
@@ -245,7 +244,6 @@ def _compiled(path: str, name: str, number: int | None) -> CodeType:
 
 
 def _live(path: str, name: str) -> FunctionType:
-    """Return the function that runs."""
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     found: Any = importlib.import_module(f"{PACKAGE.name}.{module}")
     for part in name.split("."):

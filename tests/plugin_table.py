@@ -29,12 +29,10 @@ _LINE = re.compile(r"^    (\w+),(?:  #.*)?\n", re.MULTILINE)
 
 
 def listed(text: str) -> list[str]:
-    """Return the names in the lists of the source ``text``."""
     return _LINE.findall(text[text.index(_LISTS) :])
 
 
 def without(text: str, plugin: str) -> str:
-    """Return the source ``text`` of the lists without the line of ``plugin``."""
     head, tail = text[: text.index(_LISTS)], text[text.index(_LISTS) :]
     shorter = re.sub(rf"^    {plugin},(?:  #.*)?\n", "", tail, flags=re.MULTILINE)
     if shorter == tail:

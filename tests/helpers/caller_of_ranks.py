@@ -13,7 +13,6 @@ from tests.helpers import run_ranks as pool
 
 
 def write_ids_and_wait(file: str) -> None:
-    """Write the ids of a child and of this process to ``file``, and wait."""
     child = subprocess.Popen(["sleep", "600"])
     written = Path(f"{file}.new")
     written.write_text(f"{child.pid} {os.getpid()}")

@@ -28,7 +28,6 @@ from tests.helpers.models import Task
 
 @contextmanager
 def all_ranks_raise(text: str | None = None) -> Iterator[Any]:
-    """Check that all ranks raise the same ``CheckpointError``, with ``text`` in it."""
     with pytest.raises(CheckpointError, match=text) as caught:
         yield caught
     texts: list[str] = [""] * dist.get_world_size()
@@ -128,7 +127,6 @@ def adamw(model: nn.Module) -> AdamW:
 
 
 def expected_value(name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return the expected values of the tensor ``name``, in the shape and dtype of ``like``."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     return torch.randn(tuple(like.shape), generator=generator).mul(100).to(like.dtype)
 

@@ -207,7 +207,6 @@ def _escaped(text: str) -> str:
 
 
 def render(found: Sequence[IndexedError]) -> str:
-    """Return the text of the page of ``found``."""
     lines = [
         "# Errors: causes and remedies",
         "",

@@ -58,7 +58,6 @@ MIXTURE = Task(seeded(MixtureModel), vectors(5, 3), squared_error)
 
 
 def place_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Shard the experts over the expert-parallel ``mesh`` and return their parameters."""
     placed = set()
     for experts in (m for m in model.modules() if isinstance(m, Experts)):
         for name, parameter in list(experts.named_parameters(recurse=False)):

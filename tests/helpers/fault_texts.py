@@ -39,7 +39,6 @@ def read_golden() -> dict[str, str]:
 
 
 def assert_golden(name: str, text: str) -> None:
-    """Check that ``text`` equals the text ``name`` of the file."""
     known, now = read_golden(), normalised(text)
     if os.environ.get(VARIABLE) == "write":
         known[name] = now

@@ -243,7 +243,6 @@ def error_of(function: Callable[[], None]) -> RaisedError:
 
 
 def run_as_program(fault: str, rank: int, folder: Path) -> None:
-    """Run one of two ranks, and write its error to a file in ``folder``."""
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     model = build()
     for _ in range(2):

@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_module(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a module as ``python -m`` does."""
     return run_program(_of_module(name), *arguments)
 
 
@@ -54,7 +53,6 @@ class Program:
         (self.pid,) = _ask(_request(_of_module(name), arguments, outputs, [environment]) | {"starts": True})
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the program is known to have ended."""
         if self._code is None:
             os.kill(self.pid, number)
 

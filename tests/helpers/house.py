@@ -124,7 +124,6 @@ def _fields(node: ast.ClassDef) -> set[str]:
 
 
 def imported_names() -> Counter[str]:
-    """Return the number of names that each file imports from the package."""
     return Counter(
         {
             path: sum(
@@ -139,12 +138,10 @@ def imported_names() -> Counter[str]:
 
 
 def imported_code(path: str) -> int:
-    """Return the lines of code of the files that importing ``path`` reads."""
     return sum(len(code_lines((PACKAGE / each).read_text())) for each in imported_by(path))
 
 
 def loops_over_sets() -> list[str]:
-    """Return the places in the package of :func:`lines_over_sets`."""
     return [f"{path}:{line}" for path in trees() for line in sorted(lines_over_sets((PACKAGE / path).read_text()))]
 
 

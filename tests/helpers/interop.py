@@ -144,7 +144,6 @@ class World:
         return model, optimizer
 
     def source(self, side: str, name: str) -> Trained:
-        """Return a trained model, the same for each exchange, which trains it further."""
         if (side, name) not in self._sources:
             self._sources[side, name] = self.trained(side, name)
         return self._sources[side, name]
@@ -343,7 +342,6 @@ def error_text(error: BaseException) -> str:
 
 
 def _give_gradients(source: nn.Module, target: nn.Module) -> None:
-    """Give the parameters of ``target`` the gradients of ``source``, sharded as these are."""
     for own, other in zip(source.parameters(), target.parameters(), strict=True):
         if own.grad is None:
             continue

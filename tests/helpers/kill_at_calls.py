@@ -140,14 +140,12 @@ def load_files(folder: Path) -> nn.Module:
 
 
 def value_of(model: nn.Module) -> float:
-    """Return the value of all parameters."""
     values = {float(each) for parameter in model.parameters() for each in parameter.detach().reshape(-1)}
     assert len(values) == 1, f"the files mix values of several saves: {values}"
     return values.pop()
 
 
 def written_bytes() -> int:
-    """Return the bytes that this process has written, by the kernel's count."""
     return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
 
 

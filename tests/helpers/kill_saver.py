@@ -74,7 +74,6 @@ def latest_version(folder: Path) -> int | None:
 
 
 def last_complete_version(folder: Path) -> int:
-    """Return the last version that any rank knew to be complete."""
     files = folder.glob("done-*")
     return max((int(line) for file in files for line in file.read_text().split("\n")[:-1]), default=0)
 
@@ -116,7 +115,6 @@ def warm_up(folder: Path) -> None:
 
 
 def begin_save_and_exit(rank: int, folder: Path) -> None:
-    """Begin an asynchronous save and exit."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(folder / "store-last"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)

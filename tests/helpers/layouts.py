@@ -23,7 +23,6 @@ def tensor_shards(draw: st.DrawFn, num_shards: int | None = None) -> TensorShard
 
 @st.composite
 def shards_of_one_bucket(draw: st.DrawFn) -> tuple[TensorShards, ...]:
-    """Draw one to five tensors, all with the same number of shards."""
     num_shards = draw(WORLD_SIZES)
     return tuple(draw(st.lists(tensor_shards(num_shards), min_size=1, max_size=5)))
 
@@ -37,7 +36,6 @@ MOST_PADDING = 1 / 64
 
 
 def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], numel: int, itemsize: int) -> None:
-    """Check that segments are aligned, disjoint and inside ``range(numel)``, and that ``numel`` is aligned."""
     assert len(offsets) == len(lengths)
     end = 0
     for offset, length in sorted(zip(offsets, lengths, strict=True)):

@@ -156,7 +156,6 @@ class Task:
         return self.batch(torch.Generator().manual_seed(1000 * step + rank + 1))
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the loss of ``model`` on ``batch``, on the device of the model's output."""
         output = model(*batch[:-1])
         return self.criterion(output, batch[-1].to(output.device))
 
@@ -173,7 +172,6 @@ def seeded(make: Callable[..., nn.Module], **arguments: Any) -> Callable[[], Any
 
 
 def vectors(inputs: int, outputs: int, batch_size: int = 4) -> Callable[[torch.Generator], Batch]:
-    """Return batches of random inputs and targets."""
     return lambda generator: (
         torch.randn(batch_size, inputs, generator=generator),
         torch.randn(batch_size, outputs, generator=generator),

@@ -46,7 +46,6 @@ def fake_ranks(size: int, rank: int = 0) -> Iterator[None]:
 
 
 def sharded(module: nn.Module) -> FSDPModule:
-    """Return ``module``, typed as an ``FSDPModule``."""
     assert isinstance(module, FSDPModule)
     return module
 

@@ -26,8 +26,6 @@ Optimizer = torch.optim.Optimizer
 
 
 class Counted(nn.Linear):
-    """Counts its calls and saves the count as extra state."""
-
     calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

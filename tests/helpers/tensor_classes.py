@@ -65,7 +65,6 @@ class Coded(torch.Tensor):
 
     @staticmethod
     def made(values: torch.Tensor, *, has_blocks: bool) -> Coded:
-        """Return random tensors of the shape of ``values``."""
         height, width = values.shape
         codes = torch.randint(-100, 100, (height, width), dtype=torch.int8)
         blocks = torch.randn(_num_blocks(codes)) if has_blocks else None
@@ -218,7 +217,6 @@ def model_of(kinds: list[str], seed: int, shape: tuple[int, int] = (6, 3)) -> nn
 
 
 def inner_of(tensor: Any) -> dict[str, torch.Tensor]:
-    """Return the inner plain tensors of ``tensor``."""
     local = getattr(tensor, "_local_tensor", tensor).detach()
     if not hasattr(local, "__tensor_flatten__"):
         return {"values": local.as_subclass(torch.Tensor)}

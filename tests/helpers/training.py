@@ -49,7 +49,6 @@ class Run:
 
 
 def play_task(name: str) -> Play:
-    """Return the play of a task of ``TASKS``, which has one forward and one backward."""
     task = TASKS[name]
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -105,7 +104,6 @@ def copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of ``tensor`` if only ``like`` is sharded."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     if isinstance(like, DTensor):

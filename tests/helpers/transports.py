@@ -29,5 +29,4 @@ def over_gloo(group: dist.ProcessGroup) -> Communicator:
 
 
 def in_place(tensors: Sequence[torch.Tensor]) -> list[Transfer]:
-    """Return the transfers of an all-reduce."""
     return [Transfer(tensor, tensor) for tensor in tensors]

@@ -119,7 +119,6 @@ def version() -> str:
 
 
 def page() -> Path:
-    """Return the path of the page for the installed torch."""
     return Path(__file__).parents[2] / "docs" / "generated" / f"upstream-{version()}.md"
 
 

@@ -51,6 +51,5 @@ def release_after(records: Sequence[str], pattern: str) -> None:
 
 
 def wait_for_release() -> None:
-    """Wait on one rank for :func:`release_after` on another one."""
     world_store().wait(["released"])
     world_store().delete_key("released")  # the next test may use the same store

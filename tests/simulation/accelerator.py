@@ -109,8 +109,6 @@ def _name(code: CodeType) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """An access on a stream."""
-
     stream: SimulatedStream
     number: int
     is_write: bool
@@ -280,7 +278,6 @@ class SimulatedAccelerator:
 
     @contextmanager
     def use(self, stream: SimulatedStream | None) -> Iterator[None]:
-        """Make ``stream`` the current one, as ``torch.cuda.stream`` does."""
         previous, self.current = self.current, stream or self.current
         try:
             yield
@@ -349,7 +346,6 @@ class SimulatedAccelerator:
         writes: Iterable[torch.Tensor],
         action: Callable[[Recording], Action] | None = None,
     ) -> None:
-        """Note one operation on the current stream, and record its ``action``."""
         number, what = self.current.advance(), self._here(operation)
         if self.recording is not None and action is not None:
             self._record(what, action(self.recording))
@@ -578,7 +574,6 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
-    """Return the argument of ``func`` called ``name``; ``None`` if it was not given."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return kwargs.get(name, args[position] if position < len(args) else None)
@@ -602,15 +597,12 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments that ``func`` writes, by its schema."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield kwargs.get(argument.name, args[position] if position < len(args) else None)
 
 
 class _Labels(logging.Handler):
-    """Keeps the last label that FSDP has logged."""
-
     def __init__(self, accelerator: SimulatedAccelerator) -> None:
         super().__init__(logging.DEBUG)
         self._accelerator = accelerator

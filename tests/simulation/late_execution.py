@@ -45,8 +45,6 @@ class _Place:
 
 
 class Copies:
-    """Copies of the memory of all allocations."""
-
     def __init__(self, contents: Sequence[torch.Tensor | int]) -> None:
         self._contents = contents
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -62,7 +60,6 @@ class Copies:
         return torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.shape, place.strides)
 
     def value(self, value: Any) -> Any:
-        """Return the tensor of a place, and any other value as it is."""
         return self.tensor(value) if isinstance(value, _Place) else value
 
     def _storage(self, number: int) -> torch.UntypedStorage:
@@ -127,11 +124,9 @@ class Recording:
         return fill(number)
 
     def add(self, stream: int, number: int, clock: Mapping[int, int], what: tuple[object, ...], action: Action) -> None:
-        """Add an operation: of the stream ``stream``, as its ``number``."""
         self._steps.setdefault(stream, []).append(_Step(number, dict(clock), what, action))
 
     def call(self, func: Any, args: Any, kwargs: Any, result: Any, written: Sequence[torch.Tensor]) -> Action:
-        """Return the action of calling ``func``, which has returned ``result`` and has written to ``written``."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self.exchange([], written, [])
         given = _mapped(self._place_of, list(args)), _mapped(self._place_of, kwargs)
@@ -172,7 +167,6 @@ class Recording:
 
     @staticmethod
     def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Return a checksum of the bits of each tensor."""
         with _unseen(), torch.no_grad():
             return [_digest(tensor) for tensor in tensors]
 
@@ -250,7 +244,6 @@ def leaves(values: Any) -> Iterator[Any]:
 
 
 def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
-    """Return ``values`` with ``function`` of each value in lists, tuples and dicts."""
     if isinstance(values, (list, tuple)):
         return type(values)(_mapped(function, each) for each in values)
     if isinstance(values, dict):

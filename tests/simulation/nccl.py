@@ -114,8 +114,6 @@ class ContractWork(StreamWork):
 
 
 class SeveralWorks(dist.Work):
-    """The works of coalesced collectives."""
-
     def __init__(self, works: Sequence[ContractWork]) -> None:
         super().__init__()
         self._works = works
@@ -341,8 +339,6 @@ class _ContractGroup(StreamGroup):
 
 
 class _Options:
-    """The options of a group."""
-
     def __init__(self, timeout: timedelta = c10d.default_pg_timeout) -> None:
         self._timeout = timeout
         self.is_high_priority_stream = False
@@ -447,7 +443,6 @@ def _closed_manager(original: Any) -> Any:
 
 
 def _new_group(contract: Contract, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Make a group as ``_new_group_with_tag`` does, and check who calls it."""
     is_local = bool(kwargs.get("use_local_synchronization"))
     if contract.variant == "torchcomms" and is_local:
         break_rule("local synchronization", f"new_group({ranks}).")
@@ -469,7 +464,6 @@ def _is_of_a_mesh() -> bool:
 
 
 def _split_group(contract: Contract, parent: Any = None, split_ranks: Any = None, *_: Any, **kwargs: Any) -> Any:
-    """Make a group of a part of ``parent`` as ``split_group`` does."""
     parent = parent or kwargs.get("parent_pg") or dist.group.WORLD
     if not (contract.bound or contract.variant == "torchcomms"):
         raise RuntimeError("No device associated with the default pg, not safe to split any process groups")

@@ -54,8 +54,6 @@ class Bucket:
 
 
 class Group:
-    """A group that is sharded."""
-
     name = "a"
     slices = ()
     gradient_state = GradientState.NONE

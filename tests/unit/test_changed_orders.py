@@ -27,7 +27,6 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def peak_of(step: Callable[[], object]) -> int:
-    """Return the peak bytes of unsharded parameters in ``step``."""
     held = peak = 0
     with Recorder() as recorder:
         step()
@@ -155,7 +154,6 @@ def test_a_module_whose_gather_raised_has_one_run_in_the_plan(mesh: DeviceMesh, 
 
 
 def unsharded_in(step: Callable[[], object]) -> list[str]:
-    """Return the all-gathers and waits of ``step``."""
     with Recorder() as recorder:
         step()
     return [str(event) for event in recorder if event.operation in (Operation.UNSHARD, Operation.WAIT)]

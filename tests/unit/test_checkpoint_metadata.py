@@ -181,7 +181,6 @@ def test_a_small_file_asks_for_no_large_memory(folder: Path) -> None:
 
 
 def placed(places: dict[str, Any], *, chunks: int = 1, numel: int = 10) -> Metadata:
-    """Return metadata of a tensor of ``chunks`` of ``numel`` floats for each key, or of objects, at ``places``."""
     listed = [ChunkStorageMetadata(torch.Size([at * numel]), torch.Size([numel])) for at in range(chunks)]
     tensor = TensorStorageMetadata(TensorProperties(), torch.Size([numel * chunks]), listed)
     saved: dict[str, Any] = {key: BytesStorageMetadata() if "object" in key else tensor for key in places}

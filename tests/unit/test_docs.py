@@ -58,7 +58,6 @@ def python_blocks(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def page_examples(text: str, name: str) -> list[doctest.DocTest]:
-    """Return the examples of a page as one session."""
     parser, examples = doctest.DocTestParser(), list[doctest.Example]()
     for before, lines in python_blocks(text):
         source = "\n".join(lines)
@@ -327,7 +326,6 @@ WRONG = "from torch import nn\nnn.Sequential().set_schedule(prefetch_limit=2)\n"
 
 @pytest.fixture
 def programs(tmp_path: Path) -> list[Path]:
-    """The programs, and one with an error as the last."""
     program = "".join("\n".join(lines) + "\n" for _, lines in python_blocks(README.read_text()))
     (shown,) = re.findall(r"`(print\(step_schedule\(model\)\))`", README.read_text())
     page = (ROOT / "docs" / "compatibility.md").read_text()

@@ -263,7 +263,6 @@ def schedule_of(
 
 
 def line_of(plan: dry_run.Schedule, event: str) -> str:
-    """Return the actions at ``event``."""
     (line,) = ["; ".join(map(str, step.actions)) for step in plan if str(step.event) == event]
     return line
 

@@ -108,7 +108,6 @@ def test_a_group_is_gathered_only_with_those_of_its_fusion_that_still_run(model:
 
 
 def next_groups(runs: Sequence[g.PlannedRun], at: int, facts: Mapping[str, g.GroupFacts], limit: int) -> list[str]:
-    """Return the next ``limit`` groups with parameters that run after ``runs[at]``."""
     later = dict.fromkeys(run.group for run in runs[at + 1 :] if facts[run.group].has_parameters)
     later.pop(runs[at].group, None)
     return list(later)[:limit]

@@ -10,7 +10,6 @@ from tests._internals import CommStreams, without_grad
 
 @without_grad
 def records_inside(fails: bool = False) -> bool:
-    """Return whether autograd records inside this function."""
     if fails:
         raise ValueError("raised by the test")
     return torch.is_grad_enabled()

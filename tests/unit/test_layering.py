@@ -61,7 +61,6 @@ MOST_ENTRIES = 24
 
 
 def is_within(name: str, packages: tuple[str, ...]) -> bool:
-    """Return whether a dotted name is one of the packages or is inside one of them."""
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
@@ -123,7 +122,6 @@ def own_module(name: str, modules: dict[str, Path]) -> str | None:
 
 
 def longest_prefix(name: str, known: Container[str]) -> str | None:
-    """Return the longest known prefix of a dotted name."""
     inside = name.split(".")
     return next((each for end in range(len(inside), 0, -1) if (each := ".".join(inside[:end])) in known), None)
 
@@ -132,7 +130,6 @@ MODULES = own_modules()
 
 
 def imports(source: str, path: str) -> Iterator[tuple[int, str]]:
-    """Yield ``(line, full dotted name)`` of each import in the source of ``composable_fsdp/<path>``."""
     module = module_name(Path(path))
     here = PACKAGE if module == PACKAGE else f"{PACKAGE}.{module}"
     package = here if path.endswith("__init__.py") else here.rpartition(".")[0]
@@ -219,7 +216,6 @@ def test_tests_import_private_names_only_through_internals() -> None:
 
 
 def is_private(name: str) -> bool:
-    """Return whether a dotted name refers to a private name of this project."""
     return is_within(name, (PACKAGE,)) and any(part.startswith("_") and part[:2] != "__" for part in name.split("."))
 
 

@@ -24,7 +24,6 @@ ITEMSIZES = st.sampled_from([1, 2, 4, 8])
 
 
 def assert_partition(parts: Iterable[tuple[int, ...]], numbers: range) -> None:
-    """Check that every number is in exactly one part."""
     assert sorted(i for part in parts for i in part) == list(numbers)
 
 

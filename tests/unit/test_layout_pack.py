@@ -57,7 +57,6 @@ def piece_of(shards: TensorShards, full: Tensor, rank: int) -> Tensor:
 
 
 def column_block(num_rows: int, width: int, fill: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return a message and a block of its columns, which excludes the first 3 and the last 2 columns."""
     message = torch.full((num_rows, width + 5), fill, dtype=dtype)
     return message, message[:, 3 : 3 + width]
 
@@ -110,7 +109,6 @@ def test_unpacking_takes_one_copy_for_contiguous_or_even_pieces_and_at_most_two(
 
 
 def store_of(layout: GatherLayout, fulls: Sequence[Tensor], rank: int) -> Tensor:
-    """Return the flat shards of ``rank``."""
     store = torch.zeros(layout.store.numel, dtype=fulls[0].dtype)
     for shards, offset, full in zip(layout.shards, layout.store.offsets, fulls, strict=True):
         take_shard(shards, full, rank, store[offset : offset + shards.padded_numel])
@@ -132,7 +130,6 @@ def gather(layout: GatherLayout, stores: Sequence[Tensor], buffer: Tensor, regio
 
 
 def parameters_in(layout: GatherLayout, buffer: Tensor) -> list[Tensor]:
-    """Return the views of ``buffer`` that modules use as parameters."""
     places = zip(layout.shards, layout.places.offsets, strict=True)
     return [buffer[place : place + shards.numel].view(shards.shape) for shards, place in places]
 

@@ -107,7 +107,6 @@ MESHES = [(1,), (2,), (4,), (6,), (1, 4), (2, 3), (3, 2)]
 
 @contextmanager
 def process_group(backend: str, rank: int, world_size: int) -> Iterator[None]:
-    """Initialize a default process group with the ``fake`` backend, which simulates other ranks."""
     store = FakeStore() if backend == "fake" else dist.HashStore()
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
     try:

@@ -28,7 +28,6 @@ def mesh_of(*names: str) -> DeviceMesh:
 
 
 def place_linear(mesh: DeviceMesh, *placements: Placement) -> nn.Linear:
-    """Return a linear layer with both parameters distributed on ``mesh``."""
     module = nn.Linear(3, 4)
     for name, parameter in list(module.named_parameters()):
         module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))

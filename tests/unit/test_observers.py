@@ -56,7 +56,6 @@ class Log(Observer):
 
 @pytest.fixture
 def attach() -> Iterator[Callable[[Observer], Observer]]:
-    """Attach observers until the end of the test."""
     before = OBSERVERS.copy()
 
     def attached(observer: Observer) -> Observer:

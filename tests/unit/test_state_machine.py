@@ -213,7 +213,6 @@ class SeenPasses(Observer):
 
 
 def passes_of(first: Hook, *, in_forward: bool) -> list[tuple[Pass, Hook, Pass]]:
-    """Return the hooks of a step in which ``first`` begins the backward, which is in a forward or comes after it."""
     with single_rank():
         seen, x = SeenPasses(), torch.ones(2, 4, requires_grad=True)
         model: Any = WithBackward(first) if in_forward else Layer(first)

@@ -120,7 +120,6 @@ def test_the_summary_is_of_training_steps() -> None:
 
 
 def steps_of(title: str, *, passes: float, between: float, waits: float, number: int = 3, last: float = 0.0) -> Lanes:
-    """Return the timeline of ``number`` steps that take these seconds each, the last one ``last`` more."""
     events, begin = list[TraceEvent](), 100.0
     for step in range(number):
         end = begin + passes + (last if step == number - 1 else 0.0)

@@ -566,7 +566,6 @@ class Ranks:
         return {0: own, 1: "something else"}
 
     def begin(self, operation: str) -> int:
-        """Begin an operation on all ranks, and return the number of ranks that compared."""
         before = len(self.asked)
         for agreement in self.agreements:
             agreement.begin(operation, (4,))

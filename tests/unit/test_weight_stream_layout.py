@@ -101,7 +101,6 @@ def test_the_rows_of_all_ranks_make_the_full_tensors(tensors, seed: int) -> None
 
 
 def axes_of(tensor: Distribution) -> tuple[int, ...]:
-    """Return the sizes of the axes of its route."""
     return (*([tensor.num_shards] if tensor.num_shards > 1 else []), *(ranks for _, ranks, _ in tensor.inner))
 
 

@@ -58,7 +58,6 @@ def take_bf16(self: torch.Tensor, outputs: Any, metadata: Any, dtype: Any, *, ou
 
 
 def take_bf16_with_gradients(self: torch.Tensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-    """Call :func:`take_bf16`, but copy to ``out`` without ``no_grad``."""
     if out is None:
         return take_bf16(self, outputs, metadata, dtype)
     out.copy_(outputs[0])
@@ -66,8 +65,6 @@ def take_bf16_with_gradients(self: torch.Tensor, outputs: Any, metadata: Any, dt
 
 
 def trained(library: Library, mesh: DeviceMesh, rows: int, pre: Any, post: Any, **options: Any) -> str:
-    """Train one layer of ``rows`` rows for two steps and compare the second gradient."""
-
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(6, rows, bias=False), nn.Tanh())
 
@@ -156,7 +153,6 @@ def quantized_rows_that_do_not_divide(library: Library, mesh: DeviceMesh) -> str
 
 
 def forget_out(self: torch.Tensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-    """Return a new tensor each time and never fill ``out``."""
     full = outputs[0].to(dtype)
     return full, (full,)
 

@@ -63,7 +63,6 @@ def row(
     needs: str | None = None,
     since: str = "2.11",
 ) -> Callable[[Program], Row]:
-    """Make a row of the decorated program, in the section that its module has."""
     oldest = TorchVersion(since)
 
     def made(program: Program) -> Row:
@@ -80,7 +79,6 @@ def seeded(build: Callable[[], nn.Module]) -> Any:
 
 
 def batch(step: int, rank: int, width: int = 6) -> torch.Tensor:
-    """Return three inputs of one rank in one step."""
     return torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))
 
 

@@ -35,7 +35,6 @@ SOME_STEPS = st.sampled_from([(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2
 
 @st.composite
 def programs(draw: Draw, world_size: int = 2) -> Program:
-    """Draw valid programs for ``world_size`` ranks."""
     placing = _maybe(draw, _placings(), None)
     tensor_ranks = 1 if placing is None else placing.tensor_ranks
     mesh = draw(st.sampled_from(MESHES[world_size // tensor_ranks]))
@@ -75,7 +74,6 @@ def _is_sharded(tree: Node) -> bool:
 
 
 def _maybe(draw: Draw, strategy: st.SearchStrategy[T], default: T, one_in: int = 4) -> T:
-    """Draw from ``strategy`` once in ``one_in`` times, otherwise return the default."""
     return draw(strategy) if draw(st.integers(0, one_in - 1)) == one_in - 1 else default
 
 

@@ -145,5 +145,4 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
 
 
 def features(program: Program) -> list[str]:
-    """Return the names of the features of ``program``."""
     return [name for name, is_used in FEATURES.items() if is_used(program)]

@@ -116,7 +116,6 @@ def run(part: Part, x: torch.Tensor, hidden: Hidden | None) -> torch.Tensor:
 
 
 def first_and_rest(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the two tensors of an output, or the only tensor and ``None``."""
     match output:
         case (first, rest) | {"first": first, "more": [{"rest": rest}, None]} | {"first": first, "rest": rest}:
             return first, rest
@@ -194,7 +193,6 @@ class LeafModule(Part):
         return torch.tanh(kinds[self.node.kind](x)), None
 
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with which this rank computes."""
         return parameter.to_local(grad_placements=self.arrive) if isinstance(parameter, DTensor) else parameter
 
     def own_bias(self) -> torch.Tensor | None:
@@ -209,8 +207,6 @@ class LeafModule(Part):
 
 
 class BlockModule(Part):
-    """A part that calls other parts as its kind specifies."""
-
     node: Block
 
     def __init__(self, node: Block, group: Group, clock: Clock) -> None:
@@ -261,7 +257,6 @@ def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> C
 
 
 def build(program: Program, clock: Clock) -> Part:
-    """Build the unsharded module."""
     clock.is_selective = program.inside == "selective checkpoints"
     found, unit_at = node_infos(program.tree), groups(program.tree)
     built: dict[tuple[int, ...], Part] = {}
@@ -320,7 +315,6 @@ def randomise(module: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, step: int) -> None:
-    """Freeze and thaw the currently registered parameters for ``step``."""
     for part in parts(model):
         if isinstance(part, LeafModule):
             for i, parameter in enumerate(part.parameters(recurse=False)):

@@ -202,7 +202,6 @@ class Program(_Short):
 
     @property
     def threads(self) -> list[Program]:
-        """Return the program of each thread."""
         own = replace(self, beside=None)
         return [own] if self.beside is None else [own, *self.beside.threads]
 
@@ -285,7 +284,6 @@ def module_calls(program: Program) -> int:
 
 
 def groups(tree: Node) -> dict[tuple[int, ...], ShardCall]:
-    """Return the ``fully_shard`` calls by their paths."""
     found = {}
     for info in node_infos(tree):
         if not isinstance(info.node, Again) and info.node.state is not None:

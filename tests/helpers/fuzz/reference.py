@@ -143,7 +143,6 @@ class Reference(Driver):
         self.trainable = self.trainable_names()
 
     def begin(self, rank: int) -> None:
-        """Prepare the model for the step of rank ``rank``."""
         self.rank = rank
         with torch.no_grad():
             for name, parameter in self.computing.items():
@@ -168,7 +167,6 @@ class Reference(Driver):
         self.sizes[name] = self.sizes[name] + size if name in self.sizes else size
 
     def send(self, holding: Collection[object]) -> None:
-        """Send the gradients of all groups but those of ``holding``."""
         held = self.held[self.rank]
         sent = {name for name in held if self.groups[name].path not in holding}
         self.sent[self.rank].append({name: held[name] for name in sent})
@@ -271,7 +269,6 @@ def train_reference(program: Program, actual: Sequence[Run]) -> list[Run]:
 
 
 def shard_of(tensor: torch.Tensor, group: Group, program: Program, rank: int) -> torch.Tensor:
-    """Return the shard of ``rank`` according to ``torch.chunk``, or the full tensor if it is not sharded."""
     if group.state is None:
         return tensor
     (dim, shards), index = shards_of(tensor, group, program), rank // program.tensor_ranks % program.mesh[-1]
@@ -279,7 +276,6 @@ def shard_of(tensor: torch.Tensor, group: Group, program: Program, rank: int) ->
 
 
 def shards_of(tensor: torch.Tensor, group: Group, program: Program) -> tuple[int, Sequence[torch.Tensor]]:
-    """Return the dim on which a tensor is sharded, and the shards, which may be fewer than ranks."""
     dim = group.state.dim if group.state is not None and has_dim(tensor, group.state) else 0
     return dim, tensor.chunk(1 if group.state is None else program.mesh[-1], dim)
 
@@ -333,7 +329,6 @@ Meshes = dict[tuple[int, tuple[int, ...], Placing | None], DeviceMesh]
 
 
 def train(program: Program, meshes: Meshes) -> list[Run]:
-    """Train ``program`` and the program beside it, and return the runs of this rank."""
     threads: list[list[TrainingFactory]] = []
     for number, each in enumerate(program.threads):
         key = number, each.mesh, each.placing

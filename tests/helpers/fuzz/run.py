@@ -116,7 +116,6 @@ def inside(program: Program) -> Iterator[None]:
 
 
 def play(model: Part, program: Program, step: Step, seed: int, driver: Driver, run: Run) -> None:
-    """Run one step of one rank, without the optimizer's step."""
     width, hidden = program.width, program.hidden
     generator = torch.Generator().manual_seed(seed)
 
@@ -217,7 +216,6 @@ class Sharded(Driver):
         """True if all parameters must be sharded: the last pass was a backward that keeps none."""
 
     def begin(self, step: Step) -> None:
-        """Make the settings of a step."""
         for root in self.roots:
             root.set_reduce_scatter_max_input_buffers(step.in_flight or 1)
             root.set_manual_backward_finalization(step.finish.startswith("finalize"))
@@ -477,7 +475,6 @@ TrainingFactory = Callable[[], Training]
 
 
 def training_factories(program: Program, mesh: DeviceMesh) -> list[TrainingFactory]:
-    """Return constructors of the training of ``program`` and, if steps of it fail, of the program without failures."""
     return [partial(Training, each, mesh) for each in dict.fromkeys((program, program.undisturbed))]
 
 

@@ -60,8 +60,6 @@ def _device_index(device: Any) -> int:
 
 
 class Stream(torch.Stream):
-    """A stream of the device."""
-
     def __new__(cls, device: Any = None, priority: int = 0) -> Stream:
         on = torch.device(DEVICE, _device_index(device))
         return super().__new__(cls, device=on, priority=priority)
@@ -72,8 +70,6 @@ def _event(enable_timing: bool = False, **_: Any) -> torch.Event:
 
 
 class _Module(ModuleType):
-    """The module ``torch.simulated``."""
-
     Stream, Event = Stream, staticmethod(_event)
 
     def __init__(self, extension: Any) -> None:
