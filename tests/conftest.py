@@ -20,8 +20,8 @@ TESTS = Path(__file__).parent
 MULTIPROCESS = ("gpu", "parity", "ranks")
 """Folders in which every test has the marker ``multiprocess``. Other tests that start processes have it one by one."""
 
-# A first call into torch may exceed hypothesis' deadline of 200 ms, which makes tests flaky.
-settings.register_profile("default", deadline=None)
+# A first call into torch may exceed hypothesis' deadline of 200 ms, which makes tests flaky. Each run draws others.
+settings.register_profile("default", deadline=None, max_examples=60)
 
 # Background jobs of a shell ignore Ctrl-C, and child processes inherit that. Some tests send Ctrl-C to processes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

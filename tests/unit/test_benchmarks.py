@@ -150,7 +150,7 @@ def test_memory_events_are_exact() -> None:
 def test_large_groups_on_streams_take_about_the_memory_of_fsdp2() -> None:
     memory, models = importlib.import_module("memory"), importlib.import_module("models")
     case = models.Case(
-        "", lambda: models.Chain([models.FusedBlock(4096, 14336, 1024) for _ in range(4)]), models._features(512, 4096)
+        "", lambda: models.Chain([models.FusedBlock(4096, 14336, 1024) for _ in range(2)]), models._features(512, 4096)
     )
     row = memory.on_streams("large", case, bf16=True)
     assert row["idle, ours/fsdp2"] == pytest.approx(1, abs=0.01)
