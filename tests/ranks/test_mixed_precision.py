@@ -293,19 +293,11 @@ def normalize_in_16_bits() -> None:
     assert [block[1].weight.dtype for block in model.blocks] == [BF16, BF16]
 
 
-def normalize_with_torch() -> None:
-    model: Any = seeded(Normalized)()
-    peer.fully_shard(model, mp_policy=peer.MixedPrecisionPolicy(param_dtype=BF16))
-    with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
-        model(signals(0, 0))
-
-
 @pytest.mark.behaviour("D-01")
 def test_normalizations_with_running_statistics_compute_in_the_dtype_of_these() -> None:
     for dtype, wraps_norms in ((BF16, False), (FP16, True)):
         run_ranks(normalize, 2, dtype, wraps_norms)
     run_ranks(normalize_in_16_bits, 2)
-    run_ranks(normalize_with_torch, 1)
 
 
 class Packed(nn.Parameter):
