@@ -310,9 +310,8 @@ def test_parameters_on_meta_are_refused_and_to_empty_is_named() -> None:
         to_empty(model, device="cpu")
     load_state_dict(model, full)
     same_values(state_dict(model, Full()), full)
-    first = found
-    assert "these are on the meta device and have no memory: flag, frozen, table, layers.0.weight," in first
-    assert first.endswith("Call composable_fsdp.to_empty(model, device=...) first.")
+    assert "these are on the meta device and have no memory: flag, frozen, table, layers.0.weight," in found
+    assert found.endswith("Call composable_fsdp.to_empty(model, device=...) first.")
 
 
 @pytest.mark.behaviour("F-08")

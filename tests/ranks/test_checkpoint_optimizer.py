@@ -172,7 +172,7 @@ def mismatches(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -
     return found
 
 
-def from_rank_0(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> list[str]:
+def from_rank_0(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> str:
     rank = dist.get_rank()
     full = optimizer_state_dict(model, optimizer, Full(rank0_only=True, offload_to_cpu=True))
     assert bool(full) == (rank == 0)
@@ -185,14 +185,11 @@ def from_rank_0(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) 
     load_optimizer_state_dict(plain, fresh, full, Full(rank0_only=True))
     same_state(named_state(plain, fresh), before["state"])
     wrong = {**full, "param_groups": []} if full else None
-    return [message(lambda: load_optimizer_state_dict(model, fresh_of(model), wrong, Full(rank0_only=True)))]  # type: ignore[arg-type]
+    fresh = adamw(groups_of(model))
+    return message(lambda: load_optimizer_state_dict(model, fresh, wrong, Full(rank0_only=True)))  # type: ignore[arg-type]
 
 
-def fresh_of(model: nn.Module) -> Optimizer:
-    return adamw(groups_of(model))
-
-
-def numbered(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> str:
+def numbered(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> None:
     """Exchange state with plain optimizers, which number their parameters, through torch's names."""
     plain = build()
     theirs = adamw(groups_of(plain))
@@ -205,10 +202,9 @@ def numbered(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> 
     same_state(named_state(plain, again), named_state(plain, theirs))
     assert [g["lr"] for g in again.param_groups] == [0.02, 0.01]
     load_optimizer_state_dict(model, optimizer, before)
-    return ""
 
 
-def saved_to_disk(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> str:
+def saved_to_disk(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> None:
     for form in FORMS:
         file = io.BytesIO()
         torch.save(optimizer_state_dict(model, optimizer, form), file)
@@ -217,7 +213,6 @@ def saved_to_disk(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]
         with torch.serialization.safe_globals(SAFE):
             load_optimizer_state_dict(model, fresh, torch.load(file, weights_only=True), form)
         same_state(optimizer_state_dict(model, fresh, Full())["state"], before["state"])
-    return ""
 
 
 def hooked(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> str:
@@ -240,14 +235,10 @@ def test_mismatches_are_named_and_numbers_and_files_are_read() -> None:
     optimizer = adamw(groups_of(model))
     train(model, optimizer)
     before = copy.deepcopy(optimizer_state_dict(model, optimizer, Full()))
-    first = [
-        *mismatches(model, optimizer, before),
-        *from_rank_0(model, optimizer, before),
-        numbered(model, optimizer, before),
-        saved_to_disk(model, optimizer, before),
-        hooked(model, optimizer, before),
-    ]
-    wrong, fresh, fewer, local, full, one_less, numbers, empty, strange, rank0, _, _, seen = first
+    wrong, fresh, fewer, local, full, one_less, numbers, empty, strange = mismatches(model, optimizer, before)
+    rank0 = from_rank_0(model, optimizer, before)
+    numbered(model, optimizer, before)
+    saved_to_disk(model, optimizer, before)
     assert wrong.splitlines() == [
         "the state dict does not fit AdamW. Nothing was loaded.",
         "  unexpected (2):",
@@ -267,7 +258,7 @@ def test_mismatches_are_named_and_numbers_and_files_are_read() -> None:
     assert "a state dict of an optimizer has 'state' and 'param_groups'; this one has not" in empty
     assert strange.startswith("this AdamW holds parameters that are not the model's, of shapes [(1,), (3,), (7, 5)")
     assert "  0 parameter groups, expected 2 (on rank 0)" in rank0
-    assert seen == "in 5"
+    assert hooked(model, optimizer, before) == "in 5"
 
 
 @pytest.mark.behaviour("F-09")
@@ -277,14 +268,10 @@ def test_the_state_of_an_optimizer_made_before_sharding_is_refused() -> None:
     optimizer = adamw(groups_of(model))
     train(model, optimizer)
     shard(model)
-    first = [
-        message(lambda: optimizer_state_dict(model, optimizer)),
-        message(lambda: load_optimizer_state_dict(model, optimizer, {})),
-    ]
-    saved, loaded = first
+    saved = message(lambda: optimizer_state_dict(model, optimizer))
     assert saved.startswith("this AdamW was made before fully_shard, and holds what these parameters were then: [")
     assert saved.endswith("]. Make the optimizer after fully_shard.")
-    assert loaded == saved
+    assert message(lambda: load_optimizer_state_dict(model, optimizer, {})) == saved
 
 
 @pytest.mark.behaviour("F-09")

@@ -90,8 +90,7 @@ def test_values_of_another_model_are_an_error_on_all_ranks() -> None:
         model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
     with pytest.raises(CheckpointError) as error:
         fill_from_rank0(model, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).state_dict())
-    first = str(error.value)
-    assert first.splitlines() == [
+    assert str(error.value).splitlines() == [
         "the state dict does not fit FSDPSequential. Nothing was loaded.",
         "  of another shape (2):",
         "    1.weight: (2, 2), expected (3, 2) (on rank 0)",

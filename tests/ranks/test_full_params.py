@@ -318,8 +318,7 @@ def test_invalid_uses_of_unsharded_params_are_errors() -> None:
     with pytest.raises(ParameterError) as error, unsharded_params(shard_layers(abstract, fully_shard)):
         pass
     messages.append(str(error.value))
-    first = messages
-    forward, backward_, nested, shape, meta = first
+    forward, backward_, nested, shape, meta = messages
     assert forward.startswith("unsharded_params was entered during a forward that 'layers.2' is part of")
     assert backward_.startswith("unsharded_params was entered during a backward")
     assert "Enter it before the forward or after backward() has returned." in forward

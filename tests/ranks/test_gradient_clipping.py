@@ -191,8 +191,7 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank_and_an_error_if_asked() -
                 reference = make_parameters([full], [None])
                 nn.utils.clip_grad_norm_(reference, 1.0, norm_type)
                 assert_close(full_value(parameter.grad), reference[0].grad, equal_nan=True)
-    first = messages
-    assert first[0] == (
+    assert messages[0] == (
         "the total norm of order 2.0 of the gradients is nan, so they cannot be clipped. "
         "composable_fsdp.find_nonfinite(model), called on all ranks, names the parameters at fault. Skip this step "
         "(zero_grad, no optimizer step), lower the learning rate or the loss scale, or pass "

@@ -105,9 +105,9 @@ def test_meta_tensors_cannot_be_synchronised_and_are_named() -> None:
         model = Buffered(0)
     with pytest.raises(ParameterError) as error:
         fully_shard(model, sync_module_states=True)
-    first = str(error.value)
-    assert "these of Buffered are on the meta device and have no values to send: ['weight', 'narrow'," in first
-    assert "Pass param_init_fn" in first
+    found = str(error.value)
+    assert "these of Buffered are on the meta device and have no values to send: ['weight', 'narrow'," in found
+    assert "Pass param_init_fn" in found
 
 
 @pytest.mark.behaviour("A-11")
@@ -350,8 +350,7 @@ def test_initialisation_names_what_it_cannot_give_values() -> None:
     texts.append(str(error.value))
     initialize(model, reset_or_fill_with_ones, seed=1)
     model(torch.ones(2, 4)).sum().backward()
-    first = texts
-    no_method, left_out, other_shape, unsharded, other_seed = first
+    no_method, left_out, other_shape, unsharded, other_seed = texts
     assert "these have no such method: the model (Scaled). Pass a function of a module" in no_method
     assert "and fn gave them no values: ['scale', 'table']. Pass an fn that does" in left_out
     assert "fn left parameter 'layer.bias' of shape (4,) as (3,). It must keep shapes" in other_shape

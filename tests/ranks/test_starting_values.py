@@ -93,8 +93,7 @@ def test_different_starting_values_are_an_error_unless_overwritten() -> None:
     trusted = cast(FSDPModule, shard(build(rank)))
     trusted.set_order_check("off")
     forward(cast(nn.Module, trusted))
-    first = texts
-    everything, rest = first
+    everything, rest = texts
     assert everything == (
         "Ranks have started from different values: parameter '1.weight' of group 'root' was not the same on rank 0 and "
         "on rank 1 when fully_shard cut it, and so 3 other parameters. Each rank kept its own part, so the shards do "
@@ -186,8 +185,7 @@ def test_equal_random_shards_are_an_error_and_other_equal_ones_are_not() -> None
         model = build_on_meta()
         fill(model, values)
         forward(model)
-    first = texts
-    assert first == [
+    assert texts == [
         "parameter '1.weight' of group 'root' has the same random values on ranks 0, 1, which hold different shards of "
         "it, and so 2 other parameters. A random operation, such as reset_parameters(), has run on the shards with the "
         "same seed on every rank. Call composable_fsdp.initialize(model, seed=...) in its place, which gives the "
