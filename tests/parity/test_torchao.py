@@ -222,18 +222,17 @@ def assert_same(mine: Run, theirs: Run, recipe: Recipe, what: str) -> None:
 def test_torchao_trains_bitwise_like_fsdp2(name: str) -> None:
     recipe, rank = RECIPES[name], dist.get_rank()
     seen = set()
-    for dtype in (None, torch.bfloat16):
-        for reshard in (True, False):
-            runs: list[Run] = []
-            for library in (ours, peer):
-                policy = library.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
-                model = sharded(library, recipe.convert(build()), mp_policy=policy, reshard_after_forward=reshard)
-                runs.append(play(model, rank, recipe))
-                if library is ours:
-                    kinds = [isinstance(b, ExtendedBucket) for b in state_of(model[0]).group.buckets]
-                    assert (True in kinds) == (recipe.rests_as != "Tensor")
-            assert_same(runs[0], runs[1], recipe, f"{name}, {dtype}, reshard_after_forward={reshard}")
-            seen.add(tuple(runs[0].numbers))
+    for dtype, reshard in ((None, True), (torch.bfloat16, False)):
+        runs: list[Run] = []
+        for library in (ours, peer):
+            policy = library.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+            model = sharded(library, recipe.convert(build()), mp_policy=policy, reshard_after_forward=reshard)
+            runs.append(play(model, rank, recipe))
+            if library is ours:
+                kinds = [isinstance(b, ExtendedBucket) for b in state_of(model[0]).group.buckets]
+                assert (True in kinds) == (recipe.rests_as != "Tensor")
+        assert_same(runs[0], runs[1], recipe, f"{name}, {dtype}, reshard_after_forward={reshard}")
+        seen.add(tuple(runs[0].numbers))
     plain = play(sharded(ours, build()), rank, Recipe(lambda m: m, "", ""))
     assert (tuple(plain.numbers) not in seen) == recipe.quantizes
 
