@@ -11,33 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, to_empty
 from composable_fsdp.errors import ParameterError
 from tests._internals import SharedBucket
-from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import buckets_of, local
-from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS
+from tests.helpers.transports import COPIES, SOCKETS
 
 
 def find_sharing(model: nn.Module) -> set[bool]:
     return {isinstance(b, SharedBucket) and b.plan.dtype == b.plan.compute_dtype for b in buckets_of(model)}
-
-
-@on_ranks(2)
-def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
-    task = TASKS["wide"]
-    model = shard_layers(task.build(), fully_shard)
-    assert find_sharing(model) == {True}
-    with counted_collectives() as counts:
-        for step in range(2):
-            task.loss(model, task.batch_of(step, dist.get_rank())).backward()
-    assert counts["all_gather"] == 0
-    assert counts["barrier"] > 0
-    assert sum(bucket.unsharded_bytes for bucket in buckets_of(model)) == 0
 
 
 @on_ranks(2)
@@ -56,55 +42,6 @@ def test_each_shard_is_a_storage_of_its_own() -> None:
     with torch.no_grad():
         local(bucket.parameters[0].sharded).add_(1)
     assert [tensor._version for tensor in bucket.versioned] > versions
-
-
-def losses_and_shards() -> tuple[list[float], list[torch.Tensor]]:
-    task = TASKS["transformer"]
-    model = shard_layers(task.build(), fully_shard)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(4):
-        loss = task.loss(model, task.batch_of(step, dist.get_rank()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, [local(parameter.detach()).clone() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_all_transports_give_the_same_bits_repeatedly(world_size: int) -> None:
-    first = run_ranks(losses_and_shards, world_size)
-    others = [run_ranks(losses_and_shards, world_size, environment=e) for e in (*TRANSPORTS.values(), {})]
-    for other in others:
-        for (losses, shards), (expected_losses, expected_shards) in zip(other, first, strict=True):
-            assert losses == expected_losses
-            for shard, expected in zip(shards, expected_shards, strict=True):
-                torch.testing.assert_close(shard, expected, rtol=0, atol=0)
-
-
-@on_ranks(2)
-def test_writing_to_unsharded_parameters_is_an_error() -> None:
-    task = TASKS["chain"]
-    model = shard_layers(task.build(), fully_shard)
-    layer = model.get_submodule("layers.1")
-    batch = task.batch_of(0, dist.get_rank())
-    task.loss(model, batch).backward()
-
-    def clamp(module: nn.Module, *_: object) -> None:
-        with torch.no_grad():
-            module.weight.clamp_(-0.01, 0.01)  # type: ignore[operator]
-
-    hook = layer.register_forward_pre_hook(clamp)
-    message = (
-        r"parameters \['.*weight'\] were changed in place while they were unsharded.*once for each rank that made it.*"
-        r"unsharded_params\(writeback=True\).*COMPOSABLE_FSDP_SHARED_MEMORY=copy"
-    )
-    with pytest.raises(ParameterError, match=message):
-        task.loss(model, batch)
-    hook.remove()
-    model.reset_iter_state()
-    task.loss(model, batch).backward()
 
 
 class Touching(nn.Module):
@@ -321,20 +258,6 @@ def test_conversions_loads_and_copies_are_followed() -> None:
     clone = copy.deepcopy(shard_layers(task.build(), fully_shard))
     assert find_sharing(clone) == {False}
     torch.testing.assert_close(loss_of(clone), expected)
-
-
-@on_ranks(4)
-def test_only_suitable_parameters_are_shared() -> None:
-    task = TASKS["mlp"]
-    cast = shard_layers(task.build(), fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    assert find_sharing(cast) == {False}, "parameters that are cast cannot alias the shards"
-    columns = task.build()
-    fully_shard(columns, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
-    assert find_sharing(columns) == {False}, "columns of different ranks are not contiguous"
-    hybrid = task.build()
-    fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2)))
-    assert find_sharing(hybrid) == {True}
-    task.loss(hybrid, task.batch_of(0, dist.get_rank())).backward()
 
 
 @pytest.mark.behaviour("A-12")

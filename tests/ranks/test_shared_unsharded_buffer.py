@@ -1,4 +1,4 @@
-"""Test one unsharded buffer per host for modules that compute in another dtype: same bits, no data race."""
+"""Test one unsharded buffer per host, and shared shards that need none: same bits, no data race."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, Task, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import buckets_of, local, sharded
-from tests.helpers.transports import COPIES, SOCKETS
+from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS
 
-BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+BF16, FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy()
 SHARED, OWNED, ALIASED = {"shared"}, {"owned"}, {"aliased"}
+POLICIES = pytest.mark.parametrize("policy", [BF16, FP32], ids=["cast", "shards"])
 
 Play = Callable[[nn.Module, Task, int], list[torch.Tensor]]
 
@@ -44,17 +45,20 @@ def own_loss(model: nn.Module, task: Task, step: int) -> torch.Tensor:
     return task.loss(model, task.batch_of(step, dist.get_rank()))
 
 
+@POLICIES
 @on_ranks(2)
-def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
+def test_an_all_gather_in_shared_memory_copies_nothing(policy: MixedPrecisionPolicy) -> None:
     task = TASKS["wide"]
-    model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
-    assert storages(model) == SHARED
+    model = shard_layers(task.build(), fully_shard, mp_policy=policy)
+    assert storages(model) == (SHARED if policy == BF16 else ALIASED)
     with counted_collectives() as counts:
         for step in range(2):
             own_loss(model, task, step).backward()
     assert counts["all_gather"] == 0
     assert counts["barrier"] > 0
     assert sum(bucket.unsharded_bytes for bucket in buckets_of(model)) == 0
+    if policy == FP32:
+        return
     (bucket,) = buckets_of(model.get_submodule("layers.0"))
     if dist.get_rank() == 0:
         bucket.parameter_data(0).view(-1)[:8].fill_(3)
@@ -93,13 +97,15 @@ def change_before_backward(model: nn.Module, task: Task, step: int) -> list[torc
 PLAYS: tuple[Play, ...] = (train_with_evaluations, accumulate, change_before_backward)
 
 
-def losses_and_shards(name: str, reshard: bool | int) -> dict[str, list[torch.Tensor]]:
+def losses_and_shards(
+    name: str, reshard: bool | int | None, policy: MixedPrecisionPolicy = BF16
+) -> dict[str, list[torch.Tensor]]:
     task, found = TASKS[name], dict[str, list[torch.Tensor]]()
-    for play in PLAYS:
+    for play in PLAYS if policy == BF16 else PLAYS[:2]:  # other ranks may still read shards that are not cast
         model = task.build()
         if isinstance(model, Routed):
             model.route = [0, 1, 1, 3, 0, 2]  # some modules run twice in a forward
-        shard_layers(model, fully_shard, mp_policy=BF16, reshard_after_forward=reshard)
+        shard_layers(model, fully_shard, mp_policy=policy, reshard_after_forward=reshard)
         parameters = list(model.parameters())  # parameters that are kept unsharded are other objects between steps
         optimizer = torch.optim.AdamW(parameters, lr=0.05, fused=play is accumulate)
         losses = []
@@ -114,18 +120,22 @@ def losses_and_shards(name: str, reshard: bool | int) -> dict[str, list[torch.Te
 
 @pytest.mark.behaviour("C-01", "D-01")
 @pytest.mark.parametrize(
-    ("name", "world_size", "reshard"),
-    [("transformer", 2, True), ("routed", 2, True), ("mlp", 4, False), ("routed", 4, 2), ("wide", 3, True)],
+    ("name", "world_size", "reshard", "policy"),
+    [
+        *(("transformer", 2, True, BF16), ("routed", 2, True, BF16), ("mlp", 4, False, BF16), ("routed", 4, 2, BF16)),
+        *(("wide", 3, True, BF16), ("transformer", 2, True, FP32), ("transformer", 4, None, FP32)),
+    ],
 )
-def test_training_over_shared_memory_is_bitwise_that_over_sockets(
-    name: str, world_size: int, reshard: bool | int
+def test_training_over_shared_memory_is_bitwise_that_over_sockets_and_repeats(
+    name: str, world_size: int, reshard: bool | int | None, policy: MixedPrecisionPolicy
 ) -> None:
-    own, copies, sockets = (
-        run_ranks(losses_and_shards, world_size, name, reshard, environment=e) for e in ({}, COPIES, SOCKETS)
+    sockets, *others = (
+        run_ranks(losses_and_shards, world_size, name, reshard, policy, environment=e)
+        for e in (SOCKETS, COPIES, IN_COMMON, IN_COMMON)
     )
     for rank in range(world_size):
         for play, expected in sockets[rank].items():
-            for other in (own, copies):
+            for other in others:
                 for value, wanted in zip(other[rank][play], expected, strict=True):
                     torch.testing.assert_close(value, wanted, rtol=0, atol=0, msg=f"{play}, rank {rank}")
 
@@ -183,10 +193,11 @@ def test_no_rank_casts_into_a_buffer_unsharded_by_hand() -> None:
         expected = expected * 2
 
 
+@POLICIES
 @on_ranks(2)
-def test_writing_to_unsharded_parameters_is_an_error() -> None:
+def test_writing_to_unsharded_parameters_is_an_error(policy: MixedPrecisionPolicy) -> None:
     task = TASKS["chain"]
-    model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
+    model = shard_layers(task.build(), fully_shard, mp_policy=policy)
     before = own_loss(model, task, 0)
     before.backward()
 
@@ -195,12 +206,17 @@ def test_writing_to_unsharded_parameters_is_an_error() -> None:
             module.weight.clamp_(-0.01, 0.01)  # type: ignore[operator]
 
     hook = model.get_submodule("layers.1").register_forward_pre_hook(clamp)
-    with pytest.raises(ParameterError, match=r"parameters \['.*weight'\] were changed in place while .* unsharded"):
+    message = (
+        r"parameters \['.*weight'\] were changed in place while they were unsharded.*once for each rank that made it.*"
+        r"unsharded_params\(writeback=True\).*COMPOSABLE_FSDP_SHARED_MEMORY=copy"
+    )
+    with pytest.raises(ParameterError, match=message):
         own_loss(model, task, 0)
     hook.remove()
     model.reset_iter_state()
     after = own_loss(model, task, 0)
-    torch.testing.assert_close(after, before, rtol=0, atol=0, msg="the next forward casts anew")
+    if policy == BF16:
+        torch.testing.assert_close(after, before, rtol=0, atol=0, msg="the next forward casts anew")
     after.backward()
 
 
@@ -244,13 +260,18 @@ def test_only_cast_parameters_have_a_shared_unsharded_buffer() -> None:
     assert storages(coded) == OWNED
     fully_shard(plain, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
     assert storages(plain) == ALIASED, "parameters that are not cast need no copy"
-    hybrid = task.build()
-    fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2)), mp_policy=BF16)
+    plain_columns = fully_shard(task.build(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    assert storages(plain_columns) == OWNED
+    hybrid, plain_hybrid = task.build(), task.build()
+    mesh = init_device_mesh("cpu", (2, 2))
+    fully_shard(hybrid, mesh=mesh, mp_policy=BF16)
     assert storages(hybrid) == SHARED
+    fully_shard(plain_hybrid, mesh=mesh)
+    assert storages(plain_hybrid) == ALIASED
     alone = task.build()
     fully_shard(alone, mesh=init_device_mesh("cpu", (4, 1)), mp_policy=BF16)
     assert storages(alone) == OWNED, "the buffer of a single rank is freed between uses"
-    for model in (columns, coded, plain, hybrid, alone):
+    for model in (columns, coded, plain, plain_columns, hybrid, plain_hybrid, alone):
         own_loss(model, task, 0).backward()
 
 
