@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import time
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp import MixedPrecisionPolicy, fully_shard, to_empty
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import ParameterError
 from tests._internals import SharedBucket
 from tests.helpers.models import TASKS, shard_layers
@@ -225,53 +224,3 @@ def test_one_rank_may_evaluate_kept_parameters_between_forwards() -> None:
     gradient = model.get_submodule("1").get_parameter("bias").grad
     assert gradient is not None
     assert local(gradient).eq(4 * len(inputs)).all()
-
-
-@on_ranks(2)
-def test_conversions_loads_and_copies_are_followed() -> None:
-    task, rank = TASKS["transformer"], dist.get_rank()
-    batch = task.batch_of(0, rank)
-    model = shard_layers(task.build(), fully_shard)
-
-    def loss_of(model: nn.Module) -> torch.Tensor:
-        with torch.no_grad():
-            return task.loss(model, batch)
-
-    expected = loss_of(model)
-    state = {name: local(p.detach()).clone() for name, p in model.named_parameters()}
-    # A conversion to the same dtype keeps the memory.
-    to_empty(model, device="cpu")
-    for name, parameter in model.named_parameters():
-        local(parameter.detach()).copy_(state[name])
-    torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
-    assert find_sharing(model) == {True}
-    # A load with assign brings other tensors.
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
-    assert find_sharing(model) == {True}
-    # Another dtype needs other memory, because other ranks may still read the old shards.
-    model.double()
-    torch.testing.assert_close(loss_of(model), expected)
-    assert find_sharing(model) == {False}
-    task.loss(model, batch).backward()
-    # Some ranks may copy alone, so a copy has memory of its own.
-    clone = copy.deepcopy(shard_layers(task.build(), fully_shard))
-    assert find_sharing(clone) == {False}
-    torch.testing.assert_close(loss_of(clone), expected)
-
-
-@pytest.mark.behaviour("A-12")
-@on_ranks(2)
-def test_meta_parameters_are_materialised_in_shared_memory() -> None:
-    task, rank = TASKS["mlp"], dist.get_rank()
-    expected = task.build()
-    with torch.device("meta"):
-        model = task.build()
-    shard_layers(model, fully_shard)
-    to_empty(model, device="cpu")
-    for parameter, value in zip(model.parameters(), expected.parameters(), strict=True):
-        pieces = value.detach().chunk(2)
-        piece = pieces[rank] if rank < len(pieces) else value[:0]
-        local(parameter.detach()).copy_(piece)
-    torch.testing.assert_close(task.loss(model, task.batch_of(0, rank)), task.loss(expected, task.batch_of(0, rank)))
-    assert find_sharing(model) == {True}

@@ -21,7 +21,7 @@ from tests._internals import SharedBucket, state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, Task, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
-from tests.helpers.sharding import buckets_of, local, sharded
+from tests.helpers.sharding import buckets_of, expected_shard, local, sharded
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS
 
 BF16, FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy()
@@ -221,33 +221,36 @@ def test_writing_to_unsharded_parameters_is_an_error(policy: MixedPrecisionPolic
 
 
 @pytest.mark.behaviour("A-12")
+@POLICIES
 @on_ranks(2)
-def test_conversions_loads_and_copies_are_followed() -> None:
-    task, rank = TASKS["transformer"], dist.get_rank()
+def test_conversions_loads_and_copies_are_followed(policy: MixedPrecisionPolicy) -> None:
+    task, rank, kind = TASKS["transformer"], dist.get_rank(), SHARED if policy == BF16 else ALIASED
     batch = task.batch_of(0, rank)
-    with torch.device("meta"):
-        model = task.build()
-    shard_layers(model, fully_shard, mp_policy=BF16)
-    to_empty(model, device="cpu")
-    for parameter, value in zip(model.parameters(), task.build().parameters(), strict=True):
-        pieces = value.detach().chunk(2)
-        local(parameter.detach()).copy_(pieces[rank] if rank < len(pieces) else value[:0])
 
     def loss_of(model: nn.Module) -> torch.Tensor:
         with torch.no_grad():
             return task.loss(model, batch)
 
-    expected = loss_of(shard_layers(task.build(), fully_shard, mp_policy=BF16))
-    torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
+    expected = loss_of(shard_layers(task.build(), fully_shard, mp_policy=policy))
+    with torch.device("meta"):
+        model = task.build()
+    shard_layers(model, fully_shard, mp_policy=policy)
+    for _ in range(2):  # from the meta device, and a conversion to the same dtype, which keeps the memory
+        to_empty(model, device="cpu")
+        for parameter, value in zip(model.parameters(), task.build().parameters(), strict=True):
+            local(parameter.detach()).copy_(expected_shard(value.detach(), rank, 2))
+        torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
+        assert storages(model) == kind
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
-    assert storages(model) == SHARED
+    assert storages(model) == kind
     clone = copy.deepcopy(model)
     assert storages(clone) == OWNED, "a copy may exist on some ranks only, so it shares no memory"
     torch.testing.assert_close(loss_of(clone), expected, rtol=0, atol=0)
-    model.bfloat16()
-    torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
+    model.to(torch.bfloat16 if policy == BF16 else torch.float64)
+    torch.testing.assert_close(loss_of(model), expected)
     assert storages(model) == OWNED, "other ranks may still read the shared memory of the old dtype"
+    own_loss(model, task, 0).backward()
 
 
 @on_ranks(4)
