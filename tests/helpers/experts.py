@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 
-from tests.helpers.models import Task, seeded, squared_error, vectors
+from composable_fsdp import ShardPlacementResult, fully_shard
+from tests.helpers.models import Task, seeded, shard_layers, squared_error, vectors
 
 NUM_EXPERTS = 4
 
@@ -65,3 +66,11 @@ def place_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
             experts.register_parameter(name, weight)
             placed.add(weight)
     return placed
+
+
+def sharded_mixture(mesh: DeviceMesh, cut: Shard | None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return the model with experts over ``ep``, cut over ``edp`` along ``cut``, and the rest over both dims."""
+    model = MIXTURE.build().to(dtype)
+    placed, apart = place_experts(model, mesh["ep"]), ShardPlacementResult(cut, mesh["edp"])
+    data = mesh["edp", "ep"]._flatten("dp")
+    return shard_layers(model, fully_shard, mesh=data, shard_placement_fn=lambda p: apart if p in placed else None)

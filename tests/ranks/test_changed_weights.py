@@ -28,7 +28,7 @@ from composable_fsdp.errors import ConfigurationError, DivergenceError, FlushErr
 from composable_fsdp.plugins.weight_stream import Flush, FlushHeader, JoinPart, Position, SentParams, apply_changes
 from tests._internals import _Segment
 from tests.helpers.counted_collectives import counted_collectives
-from tests.helpers.experts import MIXTURE, place_experts
+from tests.helpers.experts import sharded_mixture
 from tests.helpers.model_parallel import named_mesh
 from tests.helpers.models import Chain, UnevenMLP, seeded, shard_layers
 from tests.helpers.peak_memory import peak_of
@@ -114,7 +114,9 @@ def llama_names(name: str) -> Any:
     return f"model.{name}"
 
 
-def sharded_llama(kind: str) -> nn.Module:
+def sharded_model(kind: str) -> nn.Module:
+    if kind == "experts":
+        return sharded_mixture(named_mesh(edp=2, ep=2), Shard(1), torch.bfloat16)
     model = seeded(Llama)().bfloat16()
     if kind == "tensor parallel":
         mesh = named_mesh(dp=2, tp=2)
@@ -126,29 +128,18 @@ def sharded_llama(kind: str) -> nn.Module:
     return shard_layers(model, fully_shard, mesh=init_device_mesh("cpu", shape))
 
 
-def sharded_mixture() -> nn.Module:
-    mesh, model = named_mesh(edp=2, ep=2), MIXTURE.build().bfloat16()
-    experts = place_experts(model, mesh["ep"])
-    return shard_layers(
-        model,
-        fully_shard,
-        mesh=mesh["edp", "ep"]._flatten("dp"),
-        shard_placement_fn=lambda p: ShardPlacementResult(Shard(1), mesh["edp"]) if p in experts else None,
-    )
-
-
 @pytest.mark.behaviour("C-14")
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("plain", 2), ("plain", 4), ("hybrid", 4), ("tensor parallel", 4), ("experts", 4)]
 )
 @on_ranks("ranks", timeout=240)
 def test_a_receiver_of_changes_has_the_bytes_of_a_full_stream(kind: str) -> None:
-    model = sharded_mixture() if kind == "experts" else sharded_llama(kind)
+    model = sharded_model(kind)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
     receiver = Receiver(model, bucket_bytes=3000, key_map=None if kind == "experts" else llama_names)
     torch.manual_seed(dist.get_rank())
     sparse = 0
-    for step in range(100):
+    for step in range(40):
         if kind == "experts":
             loss = model(torch.randn(4, 5).bfloat16()).square().mean()
         else:
@@ -156,9 +147,9 @@ def test_a_receiver_of_changes_has_the_bytes_of_a_full_stream(kind: str) -> None
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 9:
+        if step % 8 == 7:
             sparse += sum(not flush.parsed.is_whole for flush in receiver.update())
-    assert sparse >= 9
+    assert sparse >= 4
 
 
 class Stop(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composable_fsdp import ShardPlacementResult, fully_shard
 from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
-from tests.helpers.experts import MIXTURE, place_experts
+from tests.helpers.experts import MIXTURE, sharded_mixture
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
-from tests.helpers.models import seeded, shard_layers
+from tests.helpers.models import seeded
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.state_dicts import FORMS, build, full_state_of, same_values, scramble, sgd, shard, train
 
@@ -83,12 +84,6 @@ def test_experts_on_another_mesh_have_their_own_first_rank() -> None:
     mesh = named_mesh(edp=2, ep=2)
     data, index, rank = mesh["edp", "ep"]._flatten("dp"), mesh.get_local_rank("ep"), dist.get_rank()
 
-    def mixture() -> nn.Module:
-        model = MIXTURE.build()
-        placed = place_experts(model, mesh["ep"])
-        apart = ShardPlacementResult(None, mesh["edp"])
-        return shard_layers(model, fully_shard, mesh=data, shard_placement_fn=lambda p: apart if p in placed else None)
-
     def plain_experts() -> nn.Module:
         model = seeded(ExpertOnEachRank, index=index)()
         own, apart = set(model.get_submodule("expert").parameters()), ShardPlacementResult(None, mesh["edp"])
@@ -97,7 +92,7 @@ def test_experts_on_another_mesh_have_their_own_first_rank() -> None:
     distinct = seeded(ExpertOnEachRank, index=index)().state_dict()
     own = {name: value for name, value in distinct.items() if "expert" in name}
     for make, expected, here in (
-        (mixture, MIXTURE.build().state_dict(), {}),
+        (partial(sharded_mixture, mesh, None), MIXTURE.build().state_dict(), {}),
         (plain_experts, distinct, own if rank == 1 else {}),
     ):
         for form in FORMS:

@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
+from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import load_safetensors, save, save_safetensors
 from composable_fsdp.errors import CheckpointError
 from tests._internals import safetensors_files as stored
 from tests.helpers.checkpoint_worlds import all_ranks_raise, local
-from tests.helpers.experts import MIXTURE, place_experts
+from tests.helpers.experts import sharded_mixture
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, seeded, shard_layers
 from tests.helpers.run_ranks import on_ranks
@@ -69,12 +69,7 @@ def tensor_parallel(**sizes: int) -> nn.Module:
 
 
 def experts() -> nn.Module:
-    mesh = named_mesh(edp=2, ep=2)
-    model = MIXTURE.build()
-    placed = place_experts(model, mesh["ep"])
-    own = ShardPlacementResult(Shard(1), mesh["edp"])
-    dense = mesh["edp", "ep"]._flatten("dp")
-    return shard_layers(model, fully_shard, mesh=dense, shard_placement_fn=lambda p: own if p in placed else None)
+    return sharded_mixture(named_mesh(edp=2, ep=2), Shard(1))
 
 
 def second_dim(parameter: nn.Parameter) -> Shard:

@@ -23,7 +23,6 @@ from composable_fsdp import (
     DivergenceError,
     MixedPrecisionPolicy,
     PeerError,
-    ShardPlacementResult,
     copy_params,
     fully_shard,
     stream_full_params,
@@ -32,7 +31,7 @@ from composable_fsdp.errors import ConfigurationError, LifecycleError, Parameter
 from composable_fsdp.plugins.weight_stream import JoinPart
 from tests._internals import BucketGather
 from tests.helpers.counted_collectives import counted_collectives
-from tests.helpers.experts import MIXTURE, place_experts
+from tests.helpers.experts import MIXTURE, sharded_mixture
 from tests.helpers.model_parallel import named_mesh
 from tests.helpers.models import TASKS, Chain, UnevenMLP, seeded, shard_layers
 from tests.helpers.peak_memory import peak_of
@@ -144,16 +143,8 @@ def stream_tensor_parallel() -> None:
 
 def stream_experts() -> None:
     """Experts have a mesh of their own, which is cut on two axes."""
-    mesh = named_mesh(edp=2, ep=2)
-    model, reference = MIXTURE.build(), MIXTURE.build()
-    experts = place_experts(model, mesh["ep"])
-    shard_layers(
-        model,
-        fully_shard,
-        mesh=mesh["edp", "ep"]._flatten("dp"),
-        shard_placement_fn=lambda p: ShardPlacementResult(Shard(1), mesh["edp"]) if p in experts else None,
-    )
-    assert_streams(model, {name: parameter.detach() for name, parameter in reference.named_parameters()})
+    model = sharded_mixture(named_mesh(edp=2, ep=2), Shard(1))
+    assert_streams(model, {name: parameter.detach() for name, parameter in MIXTURE.build().named_parameters()})
     leave_on_one_rank(model, 300)
 
 
