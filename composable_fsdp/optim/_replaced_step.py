@@ -51,20 +51,20 @@ def restore_step(optimizer: Optimizer) -> None:
             vars(optimizer)["step"] = before
 
 
-def update_of(optimizer: Optimizer, call: str) -> Step:
-    """Return the step without hooks: that of the class, or what another call has replaced it by before ``call`` does.
+def update_of(optimizer: Optimizer, call: str, *, is_first: bool = True) -> Step:
+    """Return the step without hooks: that of the class, or, unless ``is_first``, that by which ours replaced it.
 
     Raises:
-        ConfigurationError: somebody else has replaced it.
+        ConfigurationError: it has been replaced before ``call``, the name of a function, does.
     """
     restore_step(optimizer)
     replaced = vars(optimizer).get("step")
     if replaced is None:
         return class_step(optimizer)
-    if replaced not in _updates:
+    if is_first or replaced not in _updates:
         raise ConfigurationError(
-            f"the step of this {type(optimizer).__name__} has been replaced already, by a learning-rate scheduler or "
-            f"another library. Call {call} before anything else gets the optimizer."
+            f"the step of this {type(optimizer).__name__} has been replaced already, by a learning-rate scheduler, "
+            f"another library or an earlier call. Call {call} once, before anything else gets the optimizer."
         )
     return _updates[replaced]
 
@@ -126,13 +126,3 @@ def with_closure(update: Step, carry_out: Step) -> Step:
         return loss
 
     return step
-
-
-def check_step(optimizer: Optimizer, call: str) -> None:
-    """Raise if the step of ``optimizer`` has been replaced before ``call`` replaces it."""
-    restore_step(optimizer)
-    if "step" in vars(optimizer):
-        raise ConfigurationError(
-            f"the step of this {type(optimizer).__name__} has been replaced already, by a learning-rate scheduler or "
-            f"an earlier call. Call {call} once, before anything else gets the optimizer."
-        )

@@ -13,7 +13,7 @@ from composable_fsdp._core.params import local_part
 from composable_fsdp._core.seams import Observer
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._local_step import local_copies_of
-from composable_fsdp.optim._replaced_step import Step, check_step, class_step, is_torch_step, replace_step, with_closure
+from composable_fsdp.optim._replaced_step import Step, class_step, is_torch_step, replace_step, update_of, with_closure
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -34,12 +34,7 @@ ELEMENTWISE = frozenset(
 )
 """The element-wise optimizers, with any options but ``differentiable``. Subclasses are not among them."""
 
-_NOT_ELEMENTWISE: dict[type[Optimizer], str] = {
-    torch.optim.Adafactor: "takes means over rows, columns and whole parameters",
-    torch.optim.LBFGS: "takes products and line searches over all parameters",
-    torch.optim.Muon: "orthogonalises whole matrices",
-    torch.optim.SparseAdam: "needs sparse gradients, which no sharded parameter has",
-}
+_NOT_ELEMENTWISE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam)
 
 
 def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> OptimizerT:
@@ -74,7 +69,7 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     """
     _check(optimizer, elementwise)
-    replace_step(optimizer, _on_shards(class_step(optimizer)))
+    replace_step(optimizer, _on_shards(update_of(optimizer, "local_optimizer")))
     return optimizer
 
 
@@ -82,23 +77,17 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(f"local_optimizer takes an optimizer, such as torch.optim.SGD(...), not {optimizer!r}.")
     kind = type(optimizer)
-    reason = next((reason for base, reason in _NOT_ELEMENTWISE.items() if isinstance(optimizer, base)), None)
-    if reason is not None:
+    if isinstance(optimizer, _NOT_ELEMENTWISE) or not (elementwise or kind in ELEMENTWISE):
         raise ConfigurationError(
-            f"{kind.__name__} {reason}, so it cannot step on local shards. Use it as it is; if it needs no more than "
-            "whole parameters, as Adafactor and Muon do, pass it to owner_step."
-        )
-    if kind not in ELEMENTWISE and not elementwise:
-        raise ConfigurationError(
-            f"{kind.__name__} is not known to be element-wise. If what it does to an element depends on no other "
-            "element, pass elementwise=True; otherwise use it as it is."
+            f"{kind.__name__} is not element-wise, or not known to be. If it needs whole parameters, as Adafactor and "
+            "Muon do, pass it to owner_step. If what it does to an element depends on no other element, pass "
+            "elementwise=True. Otherwise use it as it is."
         )
     if _is_differentiable(optimizer):
         raise ConfigurationError(
             f"{kind.__name__} was made with differentiable=True, but what happens to local shards is not on autograd's "
             "graph. Use it as it is."
         )
-    check_step(optimizer, "local_optimizer")
 
 
 def _is_differentiable(optimizer: Optimizer) -> bool:

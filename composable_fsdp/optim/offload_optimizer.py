@@ -84,7 +84,7 @@ def offload_optimizer(
     if optimizer in _offloads:
         raise ConfigurationError(f"this {type(optimizer).__name__} is offloaded already. Call offload_optimizer once.")
     offload = _Offload(bucket_bytes, pin_memory)
-    update = update_of(optimizer, "offload_optimizer")
+    update = update_of(optimizer, "offload_optimizer", is_first=False)
     replace_step(optimizer, with_closure(update, partial(offload.carry_out, update)))
     optimizer.register_load_state_dict_pre_hook(offload.hold)
     optimizer.register_load_state_dict_post_hook(offload.take)

@@ -23,7 +23,7 @@ from composable_fsdp.optim._local_step import gradient_of
 from composable_fsdp.optim._owner_exchange import Exchange, OwnerPlans, is_planned, title_of
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim._owner_units import Slot, Tiling, Unit, tiling_of
-from composable_fsdp.optim._replaced_step import Step, check_step, class_step, replace_step, with_closure
+from composable_fsdp.optim._replaced_step import Step, replace_step, update_of, with_closure
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Cost = Callable[[torch.Size], float]
@@ -78,19 +78,14 @@ def owner_step(optimizer: OptimizerT, *, cost: Cost = matrix_cost, bucket_bytes:
 
         optimizer = owner_step(torch.optim.Adafactor(model.parameters(), lr=1e-2))
     """
-    _check(optimizer, bucket_bytes)
-    update = class_step(optimizer)
-    replace_step(optimizer, with_closure(update, _OwnerStep(update, cost, bucket_bytes).carry_out))
-    cast(Any, optimizer)._is_exchanged = lambda group: True
-    return optimizer
-
-
-def _check(optimizer: Optimizer, bucket_bytes: int) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(f"owner_step takes an optimizer, like torch.optim.Adafactor(...), not {optimizer!r}.")
     if bucket_bytes <= 0:
         raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
-    check_step(optimizer, "owner_step")
+    update = update_of(optimizer, "owner_step")
+    replace_step(optimizer, with_closure(update, _OwnerStep(update, cost, bucket_bytes).carry_out))
+    cast(Any, optimizer)._is_exchanged = lambda group: True
+    return optimizer
 
 
 # -- the state of a parameter, whole and sharded
@@ -243,25 +238,42 @@ class _Task:
         self.gradient = gradient_of(parameter)
         self.dtype = parameter.dtype if self.gradient is None else self.gradient.dtype
         values, tree = pytree.tree_flatten(dict(optimizer.state.get(parameter, {})))
-        self.values = [placed(v, parameter) if isinstance(v, torch.Tensor) else v for v in values]
-        self.form = _Form(tree, tuple(_described(value) for value in self.values))
-        self.whole_state: dict[str, Any] | None = None
+        placed_values = [placed(v, parameter) if isinstance(v, torch.Tensor) else v for v in values]
+        self._hold(placed_values, _Form(tree, tuple(_described(value) for value in placed_values)))
+        self.new_state: dict[str, Any] | None = None
         """The state after the update, on the owner, if its form is new."""
-        self.numbers = torch.zeros(1 + len(self.form.numbers), dtype=torch.float64)
-        self.parts = [local_part(parameter).detach(), *(_part(self.values[i]) for i in self.form.tensors), self.numbers]
+
+    def _hold(self, values: list[Any], form: _Form) -> None:
+        """Hold the leaves of the state, which has ``form``."""
+        self.values, self.form = values, form
+        self.numbers = torch.zeros(1 + len(form.numbers), dtype=torch.float64)
+        self.parts = [_part(self.parameter), *(_part(values[index]) for index in form.tensors), self.numbers]
+
+    def expect(self, form: _Form) -> Unit:
+        """Make room for state of a new ``form``. Return the unit that brings it from the owner."""
+        p = self.parameter
+        self._hold([_new_shard(p, leaf) if isinstance(leaf, _Leaf) else leaf for leaf in form.leaves], form)
+        self.parts = self.parts[1:]
+        return Unit((), self._slots()[1:], 1.0)
 
     def unit(self, cost: Cost) -> Unit:
-        p = self.parameter
-        sizes = tuple(p.device_mesh.shape)
-        state = [_leaf_slot(p, self.form.leaves[index]) for index in self.form.tensors]
-        own = Slot(tiling_of(p), p.dtype)
-        outputs = (own, *state, Slot(Tiling((len(self.numbers),), sizes), torch.float64))
-        return Unit((Slot(tiling_of(p), self.dtype), own, *state), outputs, cost(p.shape), title_of(p))
+        p, slots = self.parameter, self._slots()
+        return Unit((Slot(tiling_of(p), self.dtype), *slots[:-1]), slots, cost(p.shape), title_of(p))
+
+    def _slots(self) -> tuple[Slot, ...]:
+        """Return the outputs: the parameter, and the tensors and the numbers of its state."""
+        p, leaves = self.parameter, [self.form.leaves[index] for index in self.form.tensors]
+        state = [Slot(_state_tiling(p, leaf.shape), leaf.dtype) for leaf in leaves]
+        numbers = Slot(Tiling((len(self.numbers),), tuple(p.device_mesh.shape)), torch.float64)
+        return (Slot(tiling_of(p), p.dtype), *state, numbers)
 
     def load(self, slot: int, box: Box) -> torch.Tensor:
         return box.of_part(local_part(self.gradient) if slot == 0 else self.parts[slot - 1])
 
     def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self.new_state is not None:
+            outputs, self.new_state = self._state_outputs(self.new_state), None
+            return outputs
         gradient, value, *tensors = inputs
         whole = nn.Parameter(value)
         if gradient.dtype != whole.dtype:
@@ -280,14 +292,15 @@ class _Task:
             after = dict(optimizer.state.get(whole, {}))
         finally:
             optimizer.param_groups, optimizer.state = groups, states
-        form = _Form.of(after)
-        if form != self.form:
-            self.whole_state = after
-            numbers = [1.0] + [0.0] * len(self.form.numbers)
-            return (whole.detach(), *tensors, torch.tensor(numbers, dtype=torch.float64))
-        new, _ = pytree.tree_flatten(after)
-        numbers = [0.0, *(float(new[index]) for index in form.numbers)]
-        return (whole.detach(), *(new[index] for index in form.tensors), torch.tensor(numbers, dtype=torch.float64))
+        if _Form.of(after) == self.form:
+            return (whole.detach(), *self._state_outputs(after))
+        self.new_state = after
+        return (whole.detach(), *tensors, torch.eye(len(self.numbers), dtype=torch.float64)[0])
+
+    def _state_outputs(self, state: dict[str, Any]) -> Sequence[torch.Tensor]:
+        values, _ = pytree.tree_flatten(state)
+        numbers = [0.0, *(float(values[index]) for index in self.form.numbers)]
+        return (*(values[index] for index in self.form.tensors), torch.tensor(numbers, dtype=torch.float64))
 
     def store(self, slot: int, box: Box, piece: torch.Tensor) -> None:
         box.of_part(self.parts[slot]).copy_(piece)
@@ -306,10 +319,6 @@ def _part(value: Any) -> torch.Tensor:
     return local_part(value).detach()
 
 
-def _leaf_slot(parameter: DTensor, leaf: _Leaf) -> Slot:
-    return Slot(_state_tiling(parameter, leaf.shape), leaf.dtype)
-
-
 # -- state with a new form
 
 
@@ -322,42 +331,14 @@ def _share_new_state(exchange: Exchange, tasks: Sequence[_Task]) -> None:
     if not changed:
         return
     # Torch warns when a tree is unpickled, so its leaves are described in place.
-    own = {i: pytree.tree_map(_described, state) for i in changed if (state := tasks[i].whole_state) is not None}
+    own = {i: pytree.tree_map(_described, state) for i in changed if (state := tasks[i].new_state) is not None}
     described = dict(own)
     if exchange.members.group is not None:
         everywhere: list[Any] = [None] * len(exchange.members.coordinates)
         dist.all_gather_object(everywhere, own, group=exchange.members.group)
         for each in everywhere:
             described |= each
-    news = [_NewState(tasks[index], _Form.of(described[index])) for index in changed]
+    units = [tasks[index].expect(_Form.of(described[index])) for index in changed]
     owners = [exchange.owners[index] for index in changed]
-    units = [Unit((), new.outputs(), 1.0) for new in news]
-    Exchange(exchange.members, units, exchange.limit, exchange.copies, owners).run(news)
-
-
-class _NewState:
-    """The state of one parameter after its first step, on its way from the owner."""
-
-    def __init__(self, task: _Task, form: _Form) -> None:
-        self.task, self.form = task, form
-        task.form = form
-        task.values = [_new_shard(task.parameter, v) if isinstance(v, _Leaf) else v for v in form.leaves]
-        task.numbers = torch.zeros(1 + len(form.numbers), dtype=torch.float64)
-        self.parts = [*(_part(task.values[index]) for index in form.tensors), task.numbers]
-
-    def outputs(self) -> tuple[Slot, ...]:
-        p = self.task.parameter
-        numbers = Slot(Tiling((len(self.task.numbers),), tuple(p.device_mesh.shape)), torch.float64)
-        return (*(_leaf_slot(p, self.form.leaves[index]) for index in self.form.tensors), numbers)
-
-    def load(self, slot: int, box: Box) -> torch.Tensor:
-        raise AssertionError("new state has no inputs")
-
-    def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        values, _ = pytree.tree_flatten(self.task.whole_state)
-        self.task.whole_state = None
-        numbers = [0.0, *(float(values[index]) for index in self.form.numbers)]
-        return (*(values[index] for index in self.form.tensors), torch.tensor(numbers, dtype=torch.float64))
-
-    def store(self, slot: int, box: Box, piece: torch.Tensor) -> None:
-        box.of_part(self.parts[slot]).copy_(piece)
+    again = Exchange(exchange.members, units, exchange.limit, exchange.copies, owners)
+    again.run([tasks[index] for index in changed])

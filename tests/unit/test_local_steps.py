@@ -185,7 +185,7 @@ def test_calls_that_replace_a_step_find_torchs_own(call: Callable[[Optimizer], A
         vars(optimizer)["_opt_called"] = True
     optimizer.step()
     if scheduled:
-        with pytest.raises(ConfigurationError, match="has been replaced already, by a learning-rate scheduler or"):
+        with pytest.raises(ConfigurationError, match="has been replaced already, by a learning-rate scheduler, "):
             call(optimizer)
     else:
         call(optimizer)
@@ -329,27 +329,19 @@ def test_an_elementwise_optimizer_is_freed_with_the_last_reference() -> None:
 
 
 @pytest.mark.behaviour("H-02")
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: torch.optim.LBFGS(p), "LBFGS takes products and line searches over all parameters, so it cannot"),
-        (lambda p: torch.optim.Muon(p), "Muon orthogonalises whole matrices, so it cannot step on local shards"),
-        (lambda p: torch.optim.Adafactor(p), "Adafactor takes means over rows, columns and whole parameters"),
-        (lambda p: torch.optim.SparseAdam(p), "SparseAdam needs sparse gradients"),
-    ],
-    ids=["LBFGS", "Muon", "Adafactor", "SparseAdam"],
-)
-def test_an_optimizer_that_is_not_elementwise_is_refused_even_if_declared(make: Any, message: str) -> None:
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor", "SparseAdam"])
+def test_an_optimizer_that_is_not_elementwise_is_refused_even_if_declared(name: str) -> None:
     mesh = init_device_mesh("cpu", (1,))
-    optimizer = make([nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))])
+    optimizer = getattr(torch.optim, name)([nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))])
+    text = rf"{name} is not element-wise, or not known to be\. If it needs whole parameters, .* pass it to owner_step"
     for promise in (False, True):
-        with pytest.raises(ConfigurationError, match=message):
+        with pytest.raises(ConfigurationError, match=text):
             local_optimizer(optimizer, elementwise=promise)
 
 
 @pytest.mark.behaviour("H-02")
 def test_an_unknown_optimizer_is_refused() -> None:
-    text = r"Sign is not known to be element-wise\. .* pass elementwise=True; otherwise"
+    text = r"Sign is not element-wise, or not known to be\. .* pass elementwise=True\. Otherwise"
     with pytest.raises(ConfigurationError, match=text):
         local_optimizer(Sign(sharded(3)))
 

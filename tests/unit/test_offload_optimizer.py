@@ -439,7 +439,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
             offload_optimizer(optimizer, cast(Any, folder))
     scheduled = torch.optim.AdamW(model)
     torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
-    text = r"^the step of this AdamW has been replaced already, .* Call offload_optimizer before anything else"
+    text = r"^the step of this AdamW has been replaced already, .* Call offload_optimizer once, before anything else"
     with pytest.raises(ConfigurationError, match=text):
         offload(scheduled)
     offload(optimizer)
