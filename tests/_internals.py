@@ -1,8 +1,6 @@
-"""The only module of the tests that imports private names of the package.
-
-A test that needs a private name imports it from here. The imports below are for type checkers and people;
-``__getattr__`` does each of them when its name is first used, so that no worker process imports all of the package.
-"""
+"""The only module of the tests that imports private names of the package. A test that needs a private name imports it
+from here. The imports below are for type checkers and people; ``__getattr__`` does each of them when its name is first
+used, so that no worker process imports all of the package."""
 
 from __future__ import annotations
 

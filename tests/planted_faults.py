@@ -19,10 +19,8 @@ import argparse
 import ast
 import builtins
 import importlib
-import json
 import multiprocessing
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -325,30 +323,21 @@ def reached_by(training: str) -> list[_Key]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help="only sites that have one of these texts in path, function or call")
-    parser.add_argument("--state", type=Path, default=Path("runs/planted-faults.jsonl"))
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no site after this time")
     options = parser.parse_args()
-    context, begin = multiprocessing.get_context("fork"), time.monotonic()
-    options.state.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in options.state.read_text().splitlines()] if options.state.exists() else []
-    known = {line["name"]: line["result"] for line in lines}
+    context = multiprocessing.get_context("fork")
 
-    def once(name: str, function: Callable[..., Any], *args: object) -> Any:
-        """Return the known result called ``name``, or the result of ``function`` in a process of its own."""
-        if name not in known and time.monotonic() - begin < options.seconds:
-            with context.Pool(1) as pool:
-                known[name] = pool.apply_async(function, args).get(_MOST_SECONDS)
-            with options.state.open("a") as state:
-                state.write(json.dumps({"name": name, "result": known[name]}) + "\n")
-        return known.get(name, [])
+    def alone(function: Callable[..., Any], *args: object) -> Any:
+        """Return the result of ``function`` in a process of its own."""
+        with context.Pool(1) as pool:
+            return pool.apply_async(function, args).get(_MOST_SECONDS)
 
-    reached = {training: {tuple(key) for key in once(training, reached_by, training)} for training in CHOSEN}
+    reached = {training: set(alone(reached_by, training)) for training in CHOSEN}
     chosen = [site for site in sites() if not options.parts or any(part in str(site) for part in options.parts)]
     counts = Counter[str]()
     sys.stdout.write("| in | left out | race in | other bits in | otherwise |\n|---|---|---|---|---|\n")
     for site in chosen:
         fit = [name for name in reversed(CHOSEN) if site.number < 0 or site.key in reached[name]][:_MOST_TRAININGS]
-        outcome = Outcome(*once(str(site), try_fault, site, fit))
+        outcome = alone(try_fault, site, fit)
         counts.update(kind for kind in ("race", "bits", "error") if getattr(outcome, kind))
         counts["noticed"] += any(outcome)
         counts["not reached"] += not fit

@@ -1,8 +1,6 @@
 """Programs that break one rule of the stand-in for NCCL each, or none: ``tests/unit/test_nccl.py`` runs both forms.
-
 Where the library keeps the rule by a call or a reference of its own, the fault is that this is left out, as in
-``tests.planted_faults``; elsewhere it is a program of the user.
-"""
+``tests.planted_faults``; elsewhere it is a program of the user."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The contract of communicators: one suite for loopback, simulated ranks, gloo and shared memory.
-
-A case is the program that one rank runs. It launches collectives, yields, then waits and checks the results. Simulated
-ranks take turns at each yield; real ranks run concurrently. For a new communicator, add one ``test_`` function that
-runs the cases on it.
-"""
+"""The contract of communicators: one suite for loopback, simulated ranks, gloo and shared memory. A case is the program
+that one rank runs. It launches collectives, yields, then waits and checks the results. Simulated ranks take turns at
+each yield; real ranks run concurrently. For a new communicator, add one ``test_`` function that runs the cases on
+it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Checks for CUDA that each rank runs. With ``device="cpu"`` most of them also run without an accelerator.
-
-Ranks communicate over their own process group (NCCL on CUDA, and gloo for CPU tensors, which offloading warns about
-else) in addition to the gloo group of the test kit.
-"""
+"""Checks for CUDA that each rank runs. With ``device="cpu"`` most of them also run without an accelerator. Ranks
+communicate over their own process group (NCCL on CUDA, and gloo for CPU tensors, which offloading warns about else) in
+addition to the gloo group of the test kit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """A model with every kind of state that a checkpoint must keep, the worlds that save and load it, and expected values.
-
-Values depend only on names, so every world can compute the values of any other world.
-"""
+Values depend only on names, so every world can compute the values of any other world."""
 
 from __future__ import annotations
 

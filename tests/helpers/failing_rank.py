@@ -1,7 +1,5 @@
-"""A program for torchrun in which the second rank ends, and the others because of it.
-
-tests/helpers/failing_rank.py FAULT [record]
-"""
+"""A program for torchrun in which the second rank ends, and the others because of it. tests/helpers/failing_rank.py
+FAULT [record]"""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Simulation of all ranks of an axis in one thread, to test how communicators are used.
-
-The simulated ranks take turns. Each launches its collectives and continues; data move when the last rank has launched
-the same collective. What would hang or corrupt data on real ranks is an error here, which names the ranks.
-"""
+"""Simulation of all ranks of an axis in one thread, to test how communicators are used. The simulated ranks take turns.
+Each launches its collectives and continues; data move when the last rank has launched the same collective. What would
+hang or corrupt data on real ranks is an error here, which names the ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Compares texts with the expected texts in a file. ``COMPOSABLE_FSDP_GOLDEN=write`` rewrites the file.
-
-Placeholders replace the parts that vary between runs: ``P`` is a process, ``N`` a number of operations or steps, ``T``
-a time, and ``...`` a message of gloo or the system.
-"""
+"""Compares texts with the expected texts in a file. ``COMPOSABLE_FSDP_GOLDEN=write`` rewrites the file. Placeholders
+replace the parts that vary between runs: ``P`` is a process, ``N`` a number of operations or steps, ``T`` a time, and
+``...`` a message of gloo or the system."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Injects named faults into one rank and records the errors that other ranks raise.
-
-Run as a program, this file is one rank of a job without a launcher.
-"""
+"""Injects named faults into one rank and records the errors that other ranks raise. Run as a program, this file is one
+rank of a job without a launcher."""
 
 from __future__ import annotations
 

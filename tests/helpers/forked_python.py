@@ -1,9 +1,7 @@
-"""A ``python`` for launchers whose processes are forked from one that has imported torch.
-
-The import of torch takes most of the time of a short job under torchrun, in its agent and in each rank. The executable
-of :func:`forked_python` asks a server for a fork, which runs the program with the arguments, variables, directory and
-descriptors of the caller. It passes on signals, and ends as the fork does. If it is killed, so is the fork.
-"""
+"""A ``python`` for launchers whose processes are forked from one that has imported torch. The import of torch takes
+most of the time of a short job under torchrun, in its agent and in each rank. The executable of :func:`forked_python`
+asks a server for a fork, which runs the program with the arguments, variables, directory and descriptors of the caller.
+It passes on signals, and ends as the fork does. If it is killed, so is the fork."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Runs programs in new processes that have imported torch, but not this library.
-
-The import of torch takes most of the time of a short program. So one server process imports it, and forks for every
-program, or for each of its ranks. The server ends with the process that uses it.
-"""
+"""Runs programs in new processes that have imported torch, but not this library. The import of torch takes most of the
+time of a short program. So one server process imports it, and forks for every program, or for each of its ranks. The
+server ends with the process that uses it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""A device and a backend that hang as a GPU and NCCL do, for tests of faults without a GPU.
-
-Collectives run in order on a thread of their process group, over a store. A collective that some rank does not join, or
-joins with another kind or size, never completes: only ``abort`` ends it, with undefined results. ``wait`` orders the
-current stream and returns; the host blocks in ``synchronize``. Operations of the host are not delayed, so that ``wait``
-first gives an operation ``grace`` seconds to complete. Later it never writes its results.
-"""
+"""A device and a backend that hang as a GPU and NCCL do, for tests of faults without a GPU. Collectives run in order on
+a thread of their process group, over a store. A collective that some rank does not join, or joins with another kind or
+size, never completes: only ``abort`` ends it, with undefined results. ``wait`` orders the current stream and returns;
+the host blocks in ``synchronize``. Operations of the host are not delayed, so that ``wait`` first gives an operation
+``grace`` seconds to complete. Later it never writes its results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Measure the source of the package: lines, the files that an import reads, fields of classes, and imported names.
-
-Nothing of the package is imported. tests/unit/test_house.py bounds the figures.
-"""
+Nothing of the package is imported. tests/unit/test_house.py bounds the figures."""
 
 from __future__ import annotations
 

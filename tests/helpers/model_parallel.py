@@ -1,8 +1,6 @@
-"""Models that are parallelized over a tensor-parallel mesh before they are sharded, and the expected results.
-
-The expected shards are computed with ``torch.chunk``, tensor parallelism first. They do not depend on the placements
-of DTensor or the library.
-"""
+"""Models that are parallelized over a tensor-parallel mesh before they are sharded, and the expected results. The
+expected shards are computed with ``torch.chunk``, tensor parallelism first. They do not depend on the placements of
+DTensor or the library."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Small models, their batches and their losses. Importable by worker processes, so everything is at module level.
-
-A :class:`Task` contains all that a training run needs. Batches depend only on step and rank, so any process can make
-the batches of all ranks and run the unsharded reference on them.
-"""
+"""Small models, their batches and their losses. Importable by worker processes, so everything is at module level. A
+:class:`Task` contains all that a training run needs. Batches depend only on step and rank, so any process can make the
+batches of all ranks and run the unsharded reference on them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The tables of ``docs/nccl.md``: ``python -m tests.helpers.nccl_page`` writes them.
-
-One has the rules of the stand-in, with the programs that break them. The other has the launches of a step and the
-frames between a hook and c10d, of this library and of torch's FSDP2, as the stand-in counts them.
-"""
+"""The tables of ``docs/nccl.md``: ``python -m tests.helpers.nccl_page`` writes them. One has the rules of the stand-in,
+with the programs that break them. The other has the launches of a step and the frames between a hook and c10d, of this
+library and of torch's FSDP2, as the stand-in counts them."""
 
 from __future__ import annotations
 

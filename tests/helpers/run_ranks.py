@@ -1,11 +1,9 @@
-"""``run_ranks`` with processes that are kept for the next call, which makes the suite fast.
-
-It does what ``composable_fsdp.testing.run_ranks`` does, but only the first call of a world size and environment starts
-processes. They are forked from processes that have imported torch, so only the first one pays for the import; other
-libraries read the environment at import, so other variables of theirs need other such processes. Before every call, the
-default dtype, device and grad mode are reset, process groups made by earlier functions are destroyed, and failed steps
-forgotten. Module globals are kept.
-"""
+"""``run_ranks`` with processes that are kept for the next call, which makes the suite fast. It does what
+``composable_fsdp.testing.run_ranks`` does, but only the first call of a world size and environment starts processes.
+They are forked from processes that have imported torch, so only the first one pays for the import; other libraries read
+the environment at import, so other variables of theirs need other such processes. Before every call, the default dtype,
+device and grad mode are reset, process groups made by earlier functions are destroyed, and failed steps forgotten.
+Module globals are kept."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Computes expected shards, and trains a reference in parallel with the sharded model.
-
-These helpers do not use the library's layouts, so that tests detect a wrong layout.
-"""
+"""Computes expected shards, and trains a reference in parallel with the sharded model. These helpers do not use the
+library's layouts, so that tests detect a wrong layout."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Compares training runs: sharded runs with the unsharded reference, and this library with torch's FSDP2.
-
-A *play* is a function that runs the forwards and backwards of one step on one rank's data. The reference runs the plays
-of all ranks in turn on one unsharded model and divides the summed gradients by the number of ranks.
-"""
+"""Compares training runs: sharded runs with the unsharded reference, and this library with torch's FSDP2. A *play* is a
+function that runs the forwards and backwards of one step on one rank's data. The reference runs the plays of all ranks
+in turn on one unsharded model and divides the summed gradients by the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The public names of the installed torch's FSDP2 beside ours: ``python -m tests.helpers.upstream`` writes the page.
-
 Names, parameters, their kinds and their defaults are compared. Annotations are not: they change no program. Every
-difference needs a reason in ``REASONS``, and every reason needs a difference in a supported version of torch.
-"""
+difference needs a reason in ``REASONS``, and every reason needs a difference in a supported version of torch."""
 
 from __future__ import annotations
 

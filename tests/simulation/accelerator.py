@@ -1,24 +1,18 @@
-"""A simulated accelerator that finds accesses to memory which its streams do not order.
-
-Streams and events replace those of ``torch.cpu`` and keep vector clocks. Tensors are real CPU tensors, and operations
-run at once, in the order of the host, so results are those of the host. Every operation is an access to byte ranges of
-its tensors on the current stream, and a collective of the backend ``"simulated_accelerator"`` is one on a stream of its
-process group's own, as with NCCL. Two accesses to one range, at least one of them a write, must be ordered by streams
-and events, or by a synchronization of the host between them.
-
-Freed memory goes to the pool of the stream that it was allocated on, as in torch's CUDA caching allocator. The next
-allocation on that stream may get it, so by then all accesses on other streams must be ordered before that stream.
-``Tensor.record_stream`` exempts memory from that.
-
-All memory is the device's, except *host memory*: tensors made with ``pin_memory=True`` or by ``pin_memory()``, copies
-by ``cpu()``, and the results of operations on such tensors alone. Those operations run on the host, after work for
-which the host has waited: by a ``synchronize``, by a copy between host and device that is not ``non_blocking`` or not
-of pinned memory, or by an operation that returns values of device memory to the host (``item``, ``tolist``, ``numpy``,
-``nonzero``), which waits for the current stream. ``tensor.to("cpu:0")`` copies host memory to the device.
-
-Not simulated: time, other devices, and accesses of the host that are no operations of torch, such as those through
-``data_ptr()`` or an array of numpy that is kept.
-"""
+"""A simulated accelerator that finds accesses to memory which its streams do not order. Streams and events replace
+those of ``torch.cpu`` and keep vector clocks. Tensors are real CPU tensors, and operations run at once, in the order of
+the host, so results are those of the host. Every operation is an access to byte ranges of its tensors on the current
+stream, and a collective of the backend ``"simulated_accelerator"`` is one on a stream of its process group's own, as
+with NCCL. Two accesses to one range, at least one of them a write, must be ordered by streams and events, or by a
+synchronization of the host between them. Freed memory goes to the pool of the stream that it was allocated on, as in
+torch's CUDA caching allocator. The next allocation on that stream may get it, so by then all accesses on other streams
+must be ordered before that stream. ``Tensor.record_stream`` exempts memory from that. All memory is the device's,
+except *host memory*: tensors made with ``pin_memory=True`` or by ``pin_memory()``, copies by ``cpu()``, and the results
+of operations on such tensors alone. Those operations run on the host, after work for which the host has waited: by a
+``synchronize``, by a copy between host and device that is not ``non_blocking`` or not of pinned memory, or by an
+operation that returns values of device memory to the host (``item``, ``tolist``, ``numpy``, ``nonzero``), which waits
+for the current stream. ``tensor.to("cpu:0")`` copies host memory to the device. Not simulated: time, other devices, and
+accesses of the host that are no operations of torch, such as those through ``data_ptr()`` or an array of numpy that is
+kept."""
 
 from __future__ import annotations
 

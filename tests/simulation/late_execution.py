@@ -1,14 +1,11 @@
-"""Late execution: the operations of a simulated accelerator again, in another order that its events allow.
-
-A :class:`Recording` has each operation with its stream and its vector clock. :meth:`Recording.run_late` executes them
-on copies of the memory. Each stream keeps its order; beyond that, an operation runs when everything is done that its
-clock has, or as much later as a seed chooses. It gives an operation the arguments of the host's order, and compares the
-bits that it writes or returns with those of the host's order, and at the end the memory that is still in use.
-
-Memory has defined contents. Allocated memory is filled with :data:`POISON` on its stream, in the order of the host too.
-Freed memory is filled on its stream at the first allocation there that may get it, and must stay so. So each allocation
-has a copy of its own, and reuse is the worst that an allocator may do.
-"""
+"""Late execution: the operations of a simulated accelerator again, in another order that its events allow. A
+:class:`Recording` has each operation with its stream and its vector clock. :meth:`Recording.run_late` executes them on
+copies of the memory. Each stream keeps its order; beyond that, an operation runs when everything is done that its clock
+has, or as much later as a seed chooses. It gives an operation the arguments of the host's order, and compares the bits
+that it writes or returns with those of the host's order, and at the end the memory that is still in use. Memory has
+defined contents. Allocated memory is filled with :data:`POISON` on its stream, in the order of the host too. Freed
+memory is filled on its stream at the first allocation there that may get it, and must stay so. So each allocation has a
+copy of its own, and reuse is the worst that an allocator may do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The rules of c10d and NCCL that the stand-in keeps, and the exception of a program that breaks one.
-
 ``tests.simulation.nccl`` has the process groups, and ``tests.simulation.accelerator`` the streams, events and memory.
-``docs/nccl.md`` has the table: a test compares it with :data:`RULES`.
-"""
+``docs/nccl.md`` has the table: a test compares it with :data:`RULES`."""
 
 from __future__ import annotations
 

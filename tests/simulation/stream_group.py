@@ -1,9 +1,7 @@
-"""The backend ``"simulated_accelerator"``: collectives over gloo, on streams as with NCCL.
-
-With ``async_op=False``, a collective runs on the current stream. Otherwise it runs on a stream of its process group,
-which waits for the current stream, and ``wait`` makes the current stream wait, but not the host. The tensors of a
-collective are kept until then.
-"""
+"""The backend ``"simulated_accelerator"``: collectives over gloo, on streams as with NCCL. With ``async_op=False``, a
+collective runs on the current stream. Otherwise it runs on a stream of its process group, which waits for the current
+stream, and ``wait`` makes the current stream wait, but not the host. The tensors of a collective are kept until
+then."""
 
 from __future__ import annotations
 

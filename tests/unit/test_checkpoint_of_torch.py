@@ -1,7 +1,5 @@
-"""Why checkpoints do not use these functions of torch: if a test here fails, torch has changed, and ours can go.
-
-Each part of ``composable_fsdp.checkpoint`` that does what a function of torch also does names its test.
-"""
+"""Why checkpoints do not use these functions of torch: if a test here fails, torch has changed, and ours can go. Each
+part of ``composable_fsdp.checkpoint`` that does what a function of torch also does names its test."""
 
 from __future__ import annotations
 

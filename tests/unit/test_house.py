@@ -1,8 +1,6 @@
-"""The lines of code of the package, and the length of the way from a module's hook to a collective.
-
-Bounds may only be lowered. A change that needs more lines in a folder removes as many elsewhere, or gives its reason in
-the commit that raises the bound.
-"""
+"""The lines of code of the package, and the length of the way from a module's hook to a collective. Bounds may only be
+lowered. A change that needs more lines in a folder removes as many elsewhere, or gives its reason in the commit that
+raises the bound."""
 
 from __future__ import annotations
 

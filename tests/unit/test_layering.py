@@ -1,9 +1,7 @@
-"""The layout of the package: layers, file names and sizes of folders.
-
-A file imports from layers above its own and from its own layer, and imports are not circular. All imports count: at the
-top, in functions, under ``TYPE_CHECKING``, by ``importlib.import_module("...")``, and by attribute access such as
-``torch.distributed.fsdp`` after ``import torch``.
-"""
+"""The layout of the package: layers, file names and sizes of folders. A file imports from layers above its own and from
+its own layer, and imports are not circular. All imports count: at the top, in functions, under ``TYPE_CHECKING``, by
+``importlib.import_module("...")``, and by attribute access such as ``torch.distributed.fsdp`` after ``import
+torch``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Builds the modules of programs. The same program gives the same module on every rank.
-
-A *part* is a module of a program. Every part maps inputs of shape ``(batch, width)`` to outputs of that shape, in one
-of several containers, and computes in the dtype of its own parameters. The parts that it calls may depend on the step,
-which it reads from its ``Clock``.
-"""
+"""Builds the modules of programs. The same program gives the same module on every rank. A *part* is a module of a
+program. Every part maps inputs of shape ``(batch, width)`` to outputs of that shape, in one of several containers, and
+computes in the dtype of its own parameters. The parts that it calls may depend on the step, which it reads from its
+``Clock``."""
 
 from __future__ import annotations
 

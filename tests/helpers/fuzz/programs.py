@@ -1,10 +1,8 @@
-"""Programs of the fuzzer: a module, its ``fully_shard`` calls and three training steps, as values without tensors.
-
-A program is a tree of frozen dataclasses that can be pickled and compared. Its ``repr`` leaves out default values and
-can be pasted into code. A node on which ``fully_shard`` is called has a :class:`ShardCall`. ``model.py`` implements the
+"""Programs of the fuzzer: a module, its ``fully_shard`` calls and three training steps, as values without tensors. A
+program is a tree of frozen dataclasses that can be pickled and compared. Its ``repr`` leaves out default values and can
+be pasted into code. A node on which ``fully_shard`` is called has a :class:`ShardCall`. ``model.py`` implements the
 kinds of modules, and ``run.py`` the options of steps. A new feature needs a field with a default here, a draw in
-``draw.py``, a row in ``features.py``, and an implementation in the sharded run and in the reference.
-"""
+``draw.py``, a row in ``features.py``, and an implementation in the sharded run and in the reference."""
 
 from __future__ import annotations
 

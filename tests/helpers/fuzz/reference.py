@@ -1,15 +1,11 @@
-"""Runs programs on one unsharded model, and compares a sharded run with the result.
-
-The reference runs the steps of all ranks in turn and uses no collectives. For mixed precision it keeps a second set of
-parameters in the dtypes in which modules compute, and implements the policy in plain arithmetic: gradients are cast,
-accumulated, summed over ranks, divided, and cast again.
-
-With error feedback, each rank sends ``gradient + old residual - new residual``. So the gradients that were received
-since the beginning differ from the exact ones by the last residuals, of which only a bound is known here: see
-:class:`Feedback`. The reference takes its steps with the received gradients as far as they are within the bounds. With
-exact ones the parameters would differ after the first step, and a deep recursive model multiplies that difference: 1e-3
-of a gradient in the first step can be 7% of one in the third.
-"""
+"""Runs programs on one unsharded model, and compares a sharded run with the result. The reference runs the steps of all
+ranks in turn and uses no collectives. For mixed precision it keeps a second set of parameters in the dtypes in which
+modules compute, and implements the policy in plain arithmetic: gradients are cast, accumulated, summed over ranks,
+divided, and cast again. With error feedback, each rank sends ``gradient + old residual - new residual``. So the
+gradients that were received since the beginning differ from the exact ones by the last residuals, of which only a bound
+is known here: see :class:`Feedback`. The reference takes its steps with the received gradients as far as they are
+within the bounds. With exact ones the parameters would differ after the first step, and a deep recursive model
+multiplies that difference: 1e-3 of a gradient in the first step can be 7% of one in the third."""
 
 from __future__ import annotations
 

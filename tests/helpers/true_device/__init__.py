@@ -1,10 +1,8 @@
-"""A device of tests: ``torch.device("simulated")``, by torch's PrivateUse1.
-
-Its memory is memory of the host, and the kernels of the CPU compute on it at once, on the thread that calls them. What
-is real is everything that depends on the kind of a device: the dispatch key, the memory and its allocator, pinned
-memory, copies between host and device, the threads of autograd, generators, the module of the device, and a backend of
-its own for process groups. Streams and events exist and order nothing: ``simulated_accelerator()`` is for that.
-"""
+"""A device of tests: ``torch.device("simulated")``, by torch's PrivateUse1. Its memory is memory of the host, and the
+kernels of the CPU compute on it at once, on the thread that calls them. What is real is everything that depends on the
+kind of a device: the dispatch key, the memory and its allocator, pinned memory, copies between host and device, the
+threads of autograd, generators, the module of the device, and a backend of its own for process groups. Streams and
+events exist and order nothing: ``simulated_accelerator()`` is for that."""
 
 from __future__ import annotations
 

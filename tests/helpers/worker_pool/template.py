@@ -1,12 +1,8 @@
-"""Fork server for processes that need torch: the import takes seconds, a fork milliseconds.
-
-A *template* is a process with one thread that imports what workers need, and then only forks and, on request, collects
-its children. A process id therefore stays valid until the caller has collected the process. A template ends when its
-caller does, because that closes its socket.
-
-All children of a template have its hash seed, and so the same order in every set of ``str``. Ranks that torchrun starts
-have different seeds, so tests should use more than one template.
-"""
+"""Fork server for processes that need torch: the import takes seconds, a fork milliseconds. A *template* is a process
+with one thread that imports what workers need, and then only forks and, on request, collects its children. A process id
+therefore stays valid until the caller has collected the process. A template ends when its caller does, because that
+closes its socket. All children of a template have its hash seed, and so the same order in every set of ``str``. Ranks
+that torchrun starts have different seeds, so tests should use more than one template."""
 
 from __future__ import annotations
 
