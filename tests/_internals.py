@@ -94,7 +94,14 @@ if TYPE_CHECKING:
         pack_messages,
     )
     from composable_fsdp._core.group import UNSHARD_STARTED, ParamGroup
-    from composable_fsdp._core.group_plan import GatherClaim, GroupPlan, ParameterSpec, PlanOptions, plan_group
+    from composable_fsdp._core.group_plan import (
+        GatherClaim,
+        GroupPlan,
+        ParameterSpec,
+        PlanOptions,
+        plan_group,
+        traits_of,
+    )
     from composable_fsdp._core.hooks import root_of
     from composable_fsdp._core.launch import StreamLauncher, reduce_together
     from composable_fsdp._core.layout import (
@@ -150,7 +157,7 @@ if TYPE_CHECKING:
         local_part,
         take_gradients,
     )
-    from composable_fsdp._core.reduce import BucketReduceScatter, ReducedBucket
+    from composable_fsdp._core.reduce import BucketReducer, ReducedBucket
     from composable_fsdp._core.root import _MOST_FORWARDS, Root
     from composable_fsdp._core.schedule import Planner
     from composable_fsdp._core.state import (

@@ -77,7 +77,7 @@ OWNED = (
         "self._event, self._current_stream = ",
         "self._owned = None if self._done else self._owned\nself._event, self._current_stream = ",
     ),
-    ("_core/reduce.py", "BucketReduceScatter.add_partial", "buffers.added = partial", "pass"),
+    ("_core/reduce.py", "BucketReducer.add_partial_sum", "buffers.added = kept", "pass"),
     (
         "_core/reduce.py",
         "Exchange.launch",
@@ -91,7 +91,7 @@ OWNED = (
 
 EXPLAINED = {
     **{
-        f"ParamGroup.{function}: self.partial.wait()": "On streams, the reduce stream orders both. Where "
+        f"ParamGroup.{function}: self.partial_reduction.wait()": "On streams, the reduce stream orders both. Where "
         f"waits block the host, {test} of tests/ranks/test_accumulation.py fails."
         for function, test in {
             "start_reducing": "test_microbatches_summed_in_any_way_train_like_the_large_batch"

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import _StopRecomputationError
 
 from composable_fsdp._core.events import HELD_GRADIENTS, LOCAL_GRADIENTS, EndOfRun, ParameterState, RunningPass
-from composable_fsdp._core.group import AutogradTask
+from composable_fsdp._core.group import AutogradTask, ParamGroup
 from composable_fsdp._core.launch import FusedBuckets, GroupReduction, reduce_together
 from composable_fsdp._core.schedule import Planner
 from composable_fsdp._core.seams import ObservedRoot
@@ -287,46 +287,49 @@ class ReductionQueue:
             at_end: backward is over, so do not wait for other groups.
             is_held: reduce those that earlier backwards have left, alone and over all axes, whatever settings say.
         """
-        group, members, partial = state.group, [state.group], False
-        # Choose what is reduced together: the state alone, or all of its fusion once the last of them is ready.
-        if not is_held:
-            if state.options.accumulation is _SUM_UNSHARDED:
-                group.hold_gradients()
-                return
-            fusion = self._fusions.get(state)
-            if fusion is None:
-                fusion = self._find_fusion(state)
-            if state not in fusion:
-                partial = state.keeps_partial
-            elif group.task.is_around_another:
-                # More gradients may follow a backward inside this one: a fusion would change the order of their sum.
-                self.waiting.discard(state)
-                self._fusions.update(dict.fromkeys(fusion, ()))
-                partial = state.keeps_partial
-            else:
-                self.waiting.add(state)
-                if not at_end and not self.waiting.issuperset(fusion):
-                    return
-                self.waiting.difference_update(fusion)
-                members = [member.group for member in fusion]
-                for member in members:
-                    if member.gradient_state not in LOCAL_GRADIENTS:
-                        member.contribute()
+        # Without gradient synchronization, gradients stay here.
+        if not is_held and state.options.accumulation is _SUM_UNSHARDED:
+            state.group.hold_gradients()
+            return
+        # Choose the groups that are reduced together.
+        members = [state.group] if is_held else self._ready_with(state, at_end=at_end)
         # Groups without gradients drop out. The launch takes the gradients.
-        reduction = reduce_together(members, self._plans.launcher.streams, self._fused_buckets, partial=partial)
+        launcher, is_partial = self._plans.launcher, not is_held and state.keeps_partial
+        reduction = reduce_together(members, launcher.streams, self._fused_buckets, is_partial=is_partial)
         if reduction is None:
             return
         # Make room before the launch takes memory. The host does not wait for flags to make room.
-        launcher = self._plans.launcher
         while self._in_flight and self._is_full(reduction):
             launcher.finish(self._in_flight.popleft(), self._unread if launcher.has_streams else None)
         launcher.reduce(reduction)
         self._start()
         self._in_flight.append(reduction)
 
+    def _ready_with(self, state: FSDPState, *, at_end: bool) -> list[ParamGroup]:
+        """Return the groups to reduce now that ``state`` is complete; none while others of its fusion are to come."""
+        fusion = self._fusions.get(state)
+        if fusion is None:
+            fusion = self._find_fusion(state)
+        # More gradients may follow a backward inside this one: a fusion would change the order of their sum.
+        if state in fusion and state.group.task.is_around_another:
+            self.waiting.discard(state)
+            self._fusions.update(dict.fromkeys(fusion, ()))
+            fusion = ()
+        if state not in fusion:
+            return [state.group]
+        # The last one takes all of its fusion along.
+        self.waiting.add(state)
+        if not at_end and not self.waiting.issuperset(fusion):
+            return []
+        self.waiting.difference_update(fusion)
+        for member in fusion:
+            if member.group.gradient_state not in LOCAL_GRADIENTS:
+                member.group.contribute()
+        return [member.group for member in fusion]
+
     def send_held(self, states: Iterable[FSDPState]) -> None:
         """Launch the reductions of the gradients that ``states`` hold after backward, whatever their settings say."""
-        if any(reduction.partial for reduction in (*self._unread, *self._in_flight)):
+        if any(reduction.is_partial for reduction in (*self._unread, *self._in_flight)):
             self.drain()  # the sums are held only then
         for state in states:
             self.send(state, is_held=True)

@@ -14,7 +14,7 @@ from composable_fsdp._core.layout import aligned_bytes, payload_widths, unpack_p
 from composable_fsdp._core.memory import OwnedBuffer, ShardStore, Work, cast_and_move, group_by_key, is_host, view_at
 from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.params import ShardedParameter
-from composable_fsdp._core.reduce import BucketReduceScatter
+from composable_fsdp._core.reduce import BucketReducer
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class AnyBucket(Gatherable, Protocol):
     """The interface of a bucket that a parameter group uses."""
 
     parameters: list[ShardedParameter]
-    scatter: BucketReduceScatter
+    reducer: BucketReducer
 
     @property
     def creates_parameters(self) -> bool:
@@ -131,7 +131,7 @@ class Bucket:
         self.free = self.buffer.free
         self.gather_by(plan)
         rest, pinned = store.flat.device, store.flat.is_pinned()
-        self.scatter = BucketReduceScatter(plan, self.parameters, pgs, device, rest, pin_memory=pinned)
+        self.reducer = BucketReducer(plan, self.parameters, pgs, device, rest, pin_memory=pinned)
 
     def gather_by(self, plan: BucketPlan) -> None:
         """Use the layouts of ``plan``."""
@@ -141,7 +141,7 @@ class Bucket:
     def replace_store(self, store: ShardStore) -> None:
         """Use ``store`` in place of one on the meta device."""
         self.store = store
-        self.scatter.rest, self.scatter.pin_memory = store.flat.device, store.flat.is_pinned()
+        self.reducer.rest, self.reducer.pin_memory = store.flat.device, store.flat.is_pinned()
         for parameter, local in zip(self.parameters, store.locals, strict=True):
             parameter.allocate(local)
 
@@ -169,7 +169,7 @@ class Bucket:
 
     def update_plan(self, plan: BucketPlan) -> None:
         self.plan = plan
-        self.scatter.update_plan(plan)
+        self.reducer.update_plan(plan)
 
     def parameter_data(self, k: int) -> torch.Tensor:
         """Return the view of the unsharded buffer for the ``k``-th parameter."""
@@ -251,7 +251,7 @@ class InPlaceBucket:
         self.pgs = pgs
         self.store = store
         self.versioned: Sequence[torch.Tensor] = [] if store is None else [store.flat]
-        self.scatter = BucketReduceScatter(plan, self.parameters, pgs, device, device, pin_memory=False)
+        self.reducer = BucketReducer(plan, self.parameters, pgs, device, device, pin_memory=False)
 
     @property
     def needs_barrier(self) -> bool:
@@ -270,7 +270,7 @@ class InPlaceBucket:
 
     def update_plan(self, plan: BucketPlan) -> None:
         self.plan = plan
-        self.scatter.update_plan(plan)
+        self.reducer.update_plan(plan)
 
     def allocate_gather(self) -> None: ...
 
@@ -536,7 +536,7 @@ def reduce_scatter_wire_bytes(buckets: Sequence[AnyBucket], *, were_summed: bool
     """
     total = plain = 0
     for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
-        plan, own = bucket.plan, bucket.scatter.own
+        plan, own = bucket.plan, bucket.reducer.own
         itemsize = (plan.sum_dtype if were_summed else plan.wire_dtype).itemsize
         row_bytes = None if own is None else own.row_bytes
         if row_bytes is not None:

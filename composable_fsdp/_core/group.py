@@ -40,12 +40,12 @@ from composable_fsdp._core.layout import TensorShards, plan_division
 from composable_fsdp._core.memory import InFlight, ShardStore, is_host, without_grad, zero_padding
 from composable_fsdp._core.mesh import DataParallelAxes, ProcessGroups
 from composable_fsdp._core.params import ParameterSource, ShardedParameter, local_part
-from composable_fsdp._core.reduce import BucketReduceScatter, BucketReduction, ReducedBucket, reduce_kinds_of
+from composable_fsdp._core.reduce import BucketReducer, BucketReduction, ReducedBucket, reduce_kinds_of
 from composable_fsdp._core.registration import Registration, plain_shard
 from composable_fsdp.errors import DeviceError, LifecycleError, ParameterError
 from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
-_reduction_of = attrgetter("reduction", "were_summed", "partial")
+_reduction_of = attrgetter("reduction", "were_summed", "partial_reduction")
 """The settings in which gradients that are reduced together must agree."""
 
 UNSHARD_STARTED = frozenset({ParameterState.UNSHARDING, ParameterState.UNSHARDED})
@@ -226,7 +226,7 @@ class ParamGroup:
         """True if any rank may hold sums of several microbatches."""
         self._gradients_set = False
         """True if gradients were ever set without autograd's accumulation."""
-        self.partial: InFlight[list[ReducedBucket]] | None = None
+        self.partial_reduction: InFlight[list[ReducedBucket]] | None = None
         """The partial reduction over the shard axis, in flight or done, whose sum the next reduction includes."""
 
         # Buckets, which the gather kinds make.
@@ -350,11 +350,11 @@ class ParamGroup:
     def rebuild(self) -> None:
         """Rebuild the tensors, which are sharded, after a change that the plan depends on."""
         self.check_nothing_held()
-        former = [bucket.scatter for bucket in self.buckets]
+        former = [bucket.reducer for bucket in self.buckets]
         self.build()
         for bucket in self.buckets:
-            for scatter in former:
-                bucket.scatter.continue_from(scatter)
+            for reducer in former:
+                bucket.reducer.continue_from(reducer)
 
     def give_up(self, parameter: ShardedParameter) -> None:
         """Remove ``parameter``, which is sharded and whose places now hold a parameter of another group."""
@@ -502,7 +502,7 @@ class ParamGroup:
                     reduce_kind=reduce_kinds.get(p),
                     summed_before=p.sharding.inner is not None and p.sharding.inner.may_leave_sums,
                     offload=p.offload if self.rest_device_of(p) != self.device else OffloadPolicy(),
-                    autograd_dtype=p.grad_dtype or reduce_dtype if p.has_grad_dtype else None,
+                    arriving_dtype=p.grad_dtype or reduce_dtype if p.has_grad_dtype else compute_dtype,
                 )
             )
         # FSDP2 reduces a group in one dtype.
@@ -749,13 +749,13 @@ class ParamGroup:
 
         Either is ``None`` where there is none. Neither communicates, and both may be changed in place.
         """
-        if self.partial is not None:
-            self.partial.wait()
+        if self.partial_reduction is not None:
+            self.partial_reduction.wait()
         if self.gradient_state is not GradientState.ARRIVING:
             self._accumulate()  # what was set since the last backward
         sums: dict[ShardedParameter, torch.Tensor] = {}
         for bucket in self.buckets:
-            sums |= bucket.scatter.partial_shards()
+            sums |= bucket.reducer.partial_sum_shards()
         found = {parameter: (parameter.held_gradient, sums.get(parameter)) for parameter in self.parameters}
         return {parameter: parts for parameter, parts in found.items() if any(part is not None for part in parts)}
 
@@ -770,7 +770,7 @@ class ParamGroup:
                 parameter.drop_gradient()
         if set_to_none:
             for bucket in self.buckets:
-                bucket.scatter.drop_partial_of(parameters)
+                bucket.reducer.drop_from_partial_sum(parameters)
 
     def drop_gradients(self) -> None:
         """Drop gradients that were not reduced, accumulated microbatches included."""
@@ -778,8 +778,8 @@ class ParamGroup:
         for parameter in self.parameters:
             parameter.drop_gradient()
         for bucket in self.buckets:
-            bucket.scatter.partial = None
-        self.partial = None  # done, or failed: waiting again would raise again
+            bucket.reducer.partial_sum = None
+        self.partial_reduction = None  # done, or failed: waiting again would raise again
         self.were_summed = False
         self._advance_gradients(GradientOperation.DROP)
 
@@ -788,8 +788,8 @@ class ParamGroup:
     def start_reducing(self) -> bool:
         """Reset the counters for a reduction of the gradients. Return False if there are none."""
         # The sum of earlier reductions over the shard axis goes into this one.
-        if self.partial is not None:
-            self.partial.wait()  # the reduction includes its result
+        if self.partial_reduction is not None:
+            self.partial_reduction.wait()  # the reduction includes its result
         before = self.gradient_state
         self._num_ready = self._ahead = 0
         self.gradient_state = _AFTER_REDUCE[before]
@@ -797,39 +797,39 @@ class ParamGroup:
 
     def is_reduced_like(self, others: Sequence[ParamGroup]) -> bool:
         """Return True if one message may have the gradients of this group and ``others``, by their settings."""
-        if self.partial is not None or self.reduction.all_reduce_hook is not None:
+        if self.partial_reduction is not None or self.reduction.all_reduce_hook is not None:
             return False
         return not any(map(_reduction_of(self).__ne__, map(_reduction_of, others)))
 
-    def reductions_of(self, scatters: Sequence[BucketReduceScatter]) -> list[BucketReduction]:
-        """Take the gradients of ``scatters``, and return their reductions."""
+    def reductions_of(self, reducers: Sequence[BucketReducer]) -> list[BucketReduction]:
+        """Take the gradients of ``reducers``, and return their reductions."""
         reductions = []
-        for scatter in scatters:
-            pgs = scatter.pgs
+        for reducer in reducers:
+            pgs = reducer.pgs
             reduction = plan_division(
-                scatter.plan.sum_dtype,
+                reducer.plan.sum_dtype,
                 pgs.axes.num_ranks,
                 averages=pgs.scatter.traits.averages and pgs.axes.replicate.traits.averages,
                 divide_factor=self.reduction.divide_factor if pgs.axes.divide is None else pgs.axes.divide,
-                sum_only=self.reduction.sum_only or scatter.own is not None,
+                sum_only=self.reduction.sum_only or reducer.own is not None,
             )
             # Pack the gradients, which frees them.
-            buffers = scatter.prepare(reduction, were_summed=self.were_summed)
+            buffers = reducer.prepare(reduction, were_summed=self.were_summed)
             if buffers is not None:
                 divides_first = not self.reduction.sum_only and reduction.pre_divide == 1.0  # as FSDP2 does
                 reductions.append(
-                    BucketReduction(scatter, reduction, buffers, self.reduction.all_reduce_hook, divides_first)
+                    BucketReduction(reducer, reduction, buffers, self.reduction.all_reduce_hook, divides_first)
                 )
         return reductions
 
-    def begin_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool) -> None:
+    def begin_reduction(self, pending: InFlight[list[ReducedBucket]], *, is_partial: bool) -> None:
         """Record the launch of ``pending``, the reduction of a backward."""
         self.were_summed = False
-        self.partial = pending if partial else None
+        self.partial_reduction = pending if is_partial else None
 
-    def end_reduction(self, *, partial: bool) -> None:
+    def end_reduction(self, *, is_partial: bool) -> None:
         """Change the state after the reduction of a backward is done."""
-        if partial:
+        if is_partial:
             self._advance_gradients(GradientOperation.KEEP)
         else:
             self.gradient_state = _AFTER_COMPLETE.get(self.gradient_state) or self._advance_gradients(_COMPLETE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import prod
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +21,7 @@ from composable_fsdp._core.layout import (
     plan_gather,
     plan_reduce,
 )
+from composable_fsdp._core.memory import group_by_key
 from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
 _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
@@ -45,56 +47,53 @@ class GatherClaim(NamedTuple):
     packs: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketTraits:
+    """The properties that all parameters of a bucket share, and by which a group is divided into buckets.
+
+    Args:
+        dtype: dtype of the shard at rest.
+        compute_dtype: dtype of the full parameter.
+        reduce_dtype: dtype in which its gradients are reduced.
+        gradient_dtype: dtype of the reduced gradient that users see, or ``None`` for that of autograd's gradients.
+        arriving_dtype: dtype of the gradient from autograd, the widest if it varies.
+        axes: index of the data-parallel axes that shard it, among those of the group.
+        gather_claim: that of a gather kind, or ``None`` for a plain bucket.
+        reduce_kind: the ``ReduceKind`` that sums gradients, in fp32, all of them packed; ``None``: the communicator.
+        offload: the policy of the shard. ``OffloadPolicy()`` if the device of the modules is the host.
+    """
+
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    gradient_dtype: torch.dtype | None
+    arriving_dtype: torch.dtype
+    axes: int = 0
+    gather_claim: GatherClaim | None = None
+    reduce_kind: Hashable | None = None
+    offload: OffloadPolicy = OffloadPolicy()  # noqa: RUF009 (frozen)
+
+
+_TRAITS = tuple(each.name for each in fields(BucketTraits))
+traits_of: Callable[[BucketTraits], tuple[Any, ...]] = attrgetter(*_TRAITS)
+"""Returns the traits of a parameter or bucket, which compare equal for parameters of one bucket."""
+
+
 @dataclass(frozen=True, slots=True)
-class ParameterSpec:
+class ParameterSpec(BucketTraits):
     """The properties of one parameter that a plan depends on.
 
     Args:
         shape: the shape that the data-parallel axes shard on ``dim``, which counts from the front.
-        dtype: dtype of the shard at rest.
-        gradient_dtype: dtype of the reduced gradient that users see, or ``None`` for that of autograd's gradients.
-        axes: index of the data-parallel axes that shard it, among those of the group.
-        gather_claim: that of a gather kind, or ``None`` for a plain bucket.
-        reduce_kind: the ``ReduceKind`` of its gradient, which then is summed in fp32; ``None``: the communicator sums.
         summed_before: its gradient may already be a sum over model-parallel ranks, made in ``reduce_dtype``, which a
             narrower dtype on the wire would round.
-        offload: the policy of its shard. ``OffloadPolicy()`` if the device of the modules is the host.
-        autograd_dtype: dtype of its gradient from autograd, the widest if it varies, or ``None`` for ``compute_dtype``.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int
-    dtype: torch.dtype
-    compute_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    gradient_dtype: torch.dtype | None
     trainable: bool
-    axes: int = 0
-    gather_claim: GatherClaim | None = None
-    reduce_kind: Hashable | None = None
     summed_before: bool = False
-    offload: OffloadPolicy = OffloadPolicy()  # noqa: RUF009 (frozen)
-    autograd_dtype: torch.dtype | None = None
-
-    @property
-    def arriving_dtype(self) -> torch.dtype:
-        """The dtype of the gradient from autograd."""
-        return self.autograd_dtype or self.compute_dtype
-
-    @property
-    def bucket_key(self) -> tuple[object, ...]:
-        return (
-            self.axes,
-            self.gather_claim,
-            self.reduce_kind,
-            self.dtype,
-            self.compute_dtype,
-            self.reduce_dtype,
-            self.gradient_dtype,
-            self.arriving_dtype,
-            self.offload,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +121,13 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketPlan:
+class BucketPlan(BucketTraits):
     """The layouts and dtypes of one bucket: the parameters ``indices`` of the group.
 
     ``is_gathered``: an all-gather moves data, and full parameters take memory while they are unsharded.
     """
 
     indices: tuple[int, ...]
-    dtype: torch.dtype
-    compute_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    gradient_dtype: torch.dtype | None
-    arriving_dtype: torch.dtype
-    axes: int
-    gather_claim: GatherClaim | None
-    reduce_kind: Hashable | None
-    """Sums the gradients, in fp32, all of them packed; ``None``: the communicator does."""
     gather: GatherLayout
     reduce: ReduceLayout
     wire_dtype: torch.dtype
@@ -145,7 +135,6 @@ class BucketPlan:
     sum_dtype: torch.dtype
     """dtype in which gradients are summed."""
     is_gathered: bool
-    offload: OffloadPolicy
 
     @property
     def pins_memory(self) -> bool:
@@ -214,13 +203,11 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
         options: the options of each of the group's pairs of axes.
     """
     # Parameters with equal keys share a bucket, cut where that saves page-locked memory.
-    members: dict[object, list[int]] = {}
-    for index, spec in enumerate(specs):
-        members.setdefault(spec.bucket_key, []).append(index)
+    members = group_by_key(map(traits_of, specs), range(len(specs)))
     num_trainable, is_custom = sum(spec.trainable for spec in specs), any(option.custom for option in options)
     buckets = tuple(
         _plan_bucket(specs, run, options, num_trainable)
-        for indices in members.values()
+        for _, indices in members
         for run in _runs(specs, tuple(indices), options)
     )
     return GroupPlan(specs, buckets, num_trainable, is_custom)
@@ -292,21 +279,13 @@ def _plan_bucket(
         encoded=is_claimed,
     )
     return BucketPlan(
+        **dict(zip(_TRAITS, traits_of(first), strict=True)),
         indices=indices,
-        dtype=first.dtype,
-        compute_dtype=first.compute_dtype,
-        reduce_dtype=first.reduce_dtype,
-        gradient_dtype=first.gradient_dtype,
-        arriving_dtype=first.arriving_dtype,
-        axes=first.axes,
-        gather_claim=first.gather_claim,
-        reduce_kind=first.reduce_kind,
         gather=gather,
         reduce=reduce,
         wire_dtype=wire_dtype,
         sum_dtype=sum_dtype,
         is_gathered=_is_gathered(first, axes),
-        offload=first.offload,
     )
 
 

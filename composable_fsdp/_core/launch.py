@@ -17,7 +17,7 @@ from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.group_plan import plan_group
 from composable_fsdp._core.memory import CommStreams, InFlight
 from composable_fsdp._core.params import accept_gradients
-from composable_fsdp._core.reduce import BucketReduceScatter, BucketReduction, ReducedBucket, stages_of
+from composable_fsdp._core.reduce import BucketReducer, BucketReduction, ReducedBucket, stages_of
 
 _is_offloaded, _gradient_bytes = attrgetter("is_offloaded"), attrgetter("plan.gradient_bytes")
 
@@ -27,7 +27,7 @@ def reduce_together(
     streams: CommStreams,
     fused_buckets: FusedBuckets | None = None,
     *,
-    partial: bool = False,
+    is_partial: bool = False,
 ) -> GroupReduction | None:
     """Return the reduction of all gradients of ``members``. Groups without gradients are skipped; ``None`` if all are.
 
@@ -35,10 +35,10 @@ def reduce_together(
         members: the groups.
         streams: the streams to launch on.
         fused_buckets: fuses the messages of several groups if possible.
-        partial: reduce over the shard axis only, and keep the sum, in the reduce dtype, for a later reduction.
+        is_partial: reduce over the shard axis only, and keep the sum, in the reduce dtype, for a later reduction.
     """
     taken = [member for member in members if member.start_reducing()]
-    return GroupReduction(taken, streams, fused_buckets, partial=partial) if taken else None
+    return GroupReduction(taken, streams, fused_buckets, is_partial=is_partial) if taken else None
 
 
 class GroupReduction:
@@ -48,7 +48,7 @@ class GroupReduction:
         nbytes: the gradient bytes, in the dtype of the sum.
     """
 
-    __slots__ = ("_fused_buckets", "_pending", "_streams", "members", "nbytes", "partial")
+    __slots__ = ("_fused_buckets", "_pending", "_streams", "is_partial", "members", "nbytes")
     _pending: InFlight[list[ReducedBucket]]
 
     def __init__(
@@ -57,9 +57,9 @@ class GroupReduction:
         streams: CommStreams,
         fused_buckets: FusedBuckets | None,
         *,
-        partial: bool,
+        is_partial: bool,
     ) -> None:
-        self.members, self.partial = members, partial
+        self.members, self.is_partial = members, is_partial
         self._streams, self._fused_buckets = streams, fused_buckets
         self.nbytes: int = sum(map(_gradient_bytes, members))
 
@@ -71,16 +71,16 @@ class GroupReduction:
             begin = trace.now() if trace.listeners else None
             members, pending = self.members, cast("InFlight[Any] | None", None)
             # Take the gradients, of all members in fused messages if these can share them.
-            first, fused = members[0], self._fused_buckets if len(members) > 1 and not self.partial else None
+            first, fused = members[0], self._fused_buckets if len(members) > 1 and not self.is_partial else None
             reductions: list[BucketReduction] = []
             if fused is not None and first.is_reduced_like(members[1:]):
                 reductions = first.reductions_of(fused.fuse(members))
             if not reductions:
                 for member in members:
-                    reductions += member.reductions_of([bucket.scatter for bucket in member.buckets])
+                    reductions += member.reductions_of([bucket.reducer for bucket in member.buckets])
             name = first.name if len(members) == 1 else describe_groups([member.name for member in members])
             # Launch the first stage. Later ones are launched once it is done.
-            for stage in stages_of(self._streams, reductions, first.axes.device, name, partial=self.partial):
+            for stage in stages_of(self._streams, reductions, first.axes.device, name, is_partial=self.is_partial):
                 pending = stage.stream.run(stage.launch, stage.finish, after=pending)
             assert pending is not None
             self._pending = pending
@@ -90,7 +90,7 @@ class GroupReduction:
                     stream = self._streams.reduce.name
                     trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
                 # Each group knows that its gradients are on their way.
-                member.begin_reduction(pending, partial=self.partial)
+                member.begin_reduction(pending, is_partial=self.is_partial)
         finally:
             torch._C._set_grad_enabled(grad_mode)
 
@@ -124,8 +124,8 @@ class GroupReduction:
             raise
         # The state tables move on.
         for member in self.members:
-            member.end_reduction(partial=self.partial)
-            if trace.listeners and not self.partial:
+            member.end_reduction(is_partial=self.is_partial)
+            if trace.listeners and not self.is_partial:
                 trace.emit(trace.Operation.REDUCED, member.name, begin=begin)
 
 
@@ -136,10 +136,10 @@ class FusedBuckets:
     """
 
     def __init__(self) -> None:
-        self._known: dict[ParamGroup, tuple[list[object], tuple[BucketReduceScatter, ...]]] = {}
+        self._known: dict[ParamGroup, tuple[list[object], tuple[BucketReducer, ...]]] = {}
         """The groups, plans and communicators of which buckets are made, and these, by the first group."""
 
-    def fuse(self, members: Sequence[ParamGroup]) -> Sequence[BucketReduceScatter]:
+    def fuse(self, members: Sequence[ParamGroup]) -> Sequence[BucketReducer]:
         """Return fused buckets for all parameters of ``members``, or none if these cannot share messages.
 
         They cannot if their process groups differ, or if gradients have a reduce kind. The result is the same on
@@ -158,12 +158,12 @@ def _route(group: ParamGroup) -> tuple[Communicator, Communicator, float | None]
     Gradients with a reduce kind, and those of parameters that a gather may make anew, count as such.
     """
     pgs, *others = group.process_groups
-    if others or any(bucket.scatter.own is not None or bucket.creates_parameters for bucket in group.buckets):
+    if others or any(bucket.reducer.own is not None or bucket.creates_parameters for bucket in group.buckets):
         return None
     return pgs.scatter, pgs.axes.replicate, pgs.axes.divide
 
 
-def _fuse(members: Sequence[ParamGroup]) -> tuple[BucketReduceScatter, ...]:
+def _fuse(members: Sequence[ParamGroup]) -> tuple[BucketReducer, ...]:
     first, pgs, routes = members[0], members[0].process_groups[0], [_route(member) for member in members]
     if None in routes or any(route != routes[0] for route in routes):
         return ()
@@ -171,7 +171,7 @@ def _fuse(members: Sequence[ParamGroup]) -> tuple[BucketReduceScatter, ...]:
     specs = tuple(spec for group in members for spec in group.plan.specs)
     parameters = [parameter for group in members for parameter in group.parameters]
     return tuple(
-        BucketReduceScatter(
+        BucketReducer(
             plan,
             [parameters[i] for i in plan.indices],
             pgs,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import repeat
 from math import prod
-from operator import attrgetter, is_, sub
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -26,8 +26,8 @@ _dtype_of = attrgetter("dtype")
 #
 # On a hybrid mesh (2 replicas of 4 shards) a gradient is summed twice: reduce-scatter over the 4 ranks that shard, then
 # all-reduce of the shard over the 2 replicas. With gradient synchronization off for the replicate axis, the first sum
-# is kept (``keep_partial``), in the reduce dtype, and the next reduction adds it (``add_partial``) between its two
-# stages. So n microbatches cost n reduce-scatters and one all-reduce. A partial sum is no gradient yet: it is not in
+# is kept (``keep_partial_sum``), in the reduce dtype, and the next reduction adds it (``add_partial_sum``) between its
+# two stages. So n microbatches cost n reduce-scatters and one all-reduce. A partial sum is no gradient yet: not in
 # ``p.grad``. A communicator that averages has divided it by the size of the shard axis already, and fp16 is divided
 # before each sum. The next reduction may divide otherwise, if the user has changed a setting: ``divisor`` tells.
 
@@ -49,7 +49,7 @@ class ReduceScatterBuffers:
     added: ReduceScatterBuffers | None = None
     """An earlier reduction that is added to this one; kept alive as long as this is in flight."""
     shards: list[torch.Tensor] | None = None
-    """The views of ``output`` that :meth:`BucketReduceScatter.partial_shards` returns, once made."""
+    """The views of ``output`` that :meth:`BucketReducer.partial_sum_shards` returns, once made."""
     after_hook: torch.Tensor | None = None
     """For each parameter, on the device: if its gradient is not zero after the user's hook."""
     divisor: float = 1.0
@@ -82,7 +82,7 @@ class ReducedBucket:
         return ReducedBucket(parameters, gradients, frozenset(range(len(chosen))), None)
 
 
-class BucketReduceScatter:
+class BucketReducer:
     """Reduces the gradients of one bucket.
 
     Args:
@@ -110,20 +110,12 @@ class BucketReduceScatter:
         self.device = device
         self.rest = rest
         self.pin_memory = pin_memory
-        self.partial: ReduceScatterBuffers | None = None
+        self.partial_sum: ReduceScatterBuffers | None = None
         """The sum of earlier reductions over the shard axis alone, in the reduce dtype."""
-        self.plan = plan
         self.own: OwnReduce | None = None
-        self._make_own(None)
-        self._make_views()
+        self.update_plan(plan)
 
-    def update_plan(self, plan: BucketPlan) -> None:
-        """Adopt a plan that differs only in which parameters are trainable."""
-        self.plan = plan
-        self._make_own(self.own)
-        self._make_views()
-
-    def continue_from(self, former: BucketReduceScatter) -> None:
+    def continue_from(self, former: BucketReducer) -> None:
         """Keep the state that the kind of ``former`` has, if it is of the same parameters."""
         if (self.plan.indices, self.plan.reduce_kind) == (former.plan.indices, former.plan.reduce_kind):
             self._make_own(former.own)
@@ -132,9 +124,12 @@ class BucketReduceScatter:
         if self.plan.reduce_kind is not None:
             self.own = cast(ReduceKind, self.plan.reduce_kind).make(self, former)
 
-    def _make_views(self) -> None:
+    def update_plan(self, plan: BucketPlan) -> None:
+        """Adopt the first plan, or one that differs only in which parameters are trainable."""
+        self.plan = plan
+        self._make_own(self.own)
         # The gradients of the bucket, and the shapes of their shards.
-        layout, rank = self.plan.reduce, self._shard.rank
+        layout, rank = plan.reduce, self._shard.rank
         self._all_indices = frozenset(range(len(layout.indices)))
         self._members = [self.parameters[i] for i in layout.indices]
         self._are_rows = [shards.concatenates and shards.layout.is_even for shards in layout.shards]
@@ -148,13 +143,6 @@ class BucketReduceScatter:
         """Bounds of the gradients in the output. It has no gaps if its length is the gradients' total size."""
         self._widths, self._pieces = split_at(layout.output.offsets, ends, layout.output.numel)
         """The widths that split the output into gradients and gaps, and which of the pieces each gradient is."""
-        self._split_on_host = self._widths, self._pieces
-        """The same for the copy of an offloaded output, which has no flags."""
-        # The same without flags, for outputs on the host.
-        if layout.flags_width:
-            before = [layout.flags_width * (offset > layout.gradient_numel) for offset in layout.output.offsets]
-            begins, ends = (list(map(sub, bounds, before)) for bounds in (layout.output.offsets, ends))
-            self._split_on_host = split_at(begins, ends, layout.sharded_numel)
 
     def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> ReduceScatterBuffers | None:
         """Take the gradients that autograd accumulated and build the messages; ``None`` if nothing is trainable.
@@ -177,7 +165,10 @@ class BucketReduceScatter:
         if any(map(is_, gradients, repeat(None))):
             present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
         # Dtypes: of the result, and on the wire.
-        gradient_dtype = plan.gradient_dtype or _widest_dtype(gradients, sum_dtype)
+        gradient_dtype = plan.gradient_dtype
+        if gradient_dtype is None:  # that of autograd's gradients, the widest if they have several
+            dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
+            gradient_dtype = reduce(torch.promote_types, dtypes or [sum_dtype])
         wire_dtype = sum_dtype if were_summed else plan.wire_dtype
         # A codec makes its own message.
         if self.own is not None and self.own.row_bytes is not None:
@@ -193,9 +184,13 @@ class BucketReduceScatter:
         divisor = reduction.divisor_after(self._shard.size)
         buffers = ReduceScatterBuffers([], output, present, gradient_dtype, divisor=divisor)
         for k in layout.zero_copy:
-            start, length = layout.output.offsets[k], layout.shards[k].padded_numel
-            full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction, wire_dtype)
-            buffers.transfers.append(Transfer(output[start : start + length], full))
+            start, shards, gradient = layout.output.offsets[k], layout.shards[k], gradients[k]
+            if gradient is None:
+                gradient = torch.zeros(shards.numel, dtype=wire_dtype, device=self.device)
+            full = gradient.reshape(-1).to(wire_dtype)
+            if reduction.pre_divide != 1.0:
+                full = full / reduction.pre_divide
+            buffers.transfers.append(Transfer(output[start : start + shards.padded_numel], full))
         if message is not None:
             buffers.transfers.append(Transfer(output[: layout.packed_numel], message))
         return buffers
@@ -293,41 +288,41 @@ class BucketReduceScatter:
             for k in self._all_indices - present:
                 flags[:, k].zero_()
 
-    def add_partial(self, buffers: ReduceScatterBuffers) -> None:
+    def add_partial_sum(self, buffers: ReduceScatterBuffers) -> None:
         """Add the result of earlier partial reductions to one that is reduced over the shard axis."""
-        partial, self.partial = self.partial, None
-        if partial is not None:
-            buffers.output.add_(partial.output, alpha=partial.divisor / buffers.divisor)
-            buffers.present |= partial.present
-            buffers.added = partial
+        kept, self.partial_sum = self.partial_sum, None
+        if kept is not None:
+            buffers.output.add_(kept.output, alpha=kept.divisor / buffers.divisor)
+            buffers.present |= kept.present
+            buffers.added = kept
 
-    def keep_partial(self, buffers: ReduceScatterBuffers) -> None:
+    def keep_partial_sum(self, buffers: ReduceScatterBuffers) -> None:
         """Keep the sum over the shard axis for a later reduction."""
         # Note: partial sums
-        self.add_partial(buffers)
-        self.partial = replace(buffers, transfers=[], message=None, added=None)
+        self.add_partial_sum(buffers)
+        self.partial_sum = replace(buffers, transfers=[], message=None, added=None)
 
-    def partial_shards(self) -> dict[ShardedParameter, torch.Tensor]:
-        """Return this rank's shards of the sum of :meth:`keep_partial`, as views of it."""
-        if self.partial is None:
+    def partial_sum_shards(self) -> dict[ShardedParameter, torch.Tensor]:
+        """Return this rank's shards of the sum of :meth:`keep_partial_sum`, as views of it."""
+        if self.partial_sum is None:
             return {}
-        shards = self.partial.shards
+        shards = self.partial_sum.shards
         if shards is None:
-            parts = self.partial.output.split_with_sizes(self._widths)
-            shards = self.partial.shards = [parts[piece] for piece in self._pieces]
+            parts = self.partial_sum.output.split_with_sizes(self._widths)
+            shards = self.partial_sum.shards = [parts[piece] for piece in self._pieces]
             for k, shape in self._not_vectors:
                 shards[k] = shards[k].view(shape)
-        found = ReducedBucket(self._members, shards, *self._presence(self.partial)).select()
+        found = ReducedBucket(self._members, shards, *self._presence(self.partial_sum)).select()
         return dict(zip(found.parameters, found.gradients, strict=True))
 
-    def drop_partial_of(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Let ``parameters``, whose shards are zero, not count as gradients in the sum of :meth:`keep_partial`."""
-        if self.partial is not None:
+    def drop_from_partial_sum(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Let ``parameters``, whose shards are zero, not count as gradients in the sum of :meth:`keep_partial_sum`."""
+        if self.partial_sum is not None:
             layout, dropped = self.plan.reduce, {k for k, each in enumerate(self._members) if each in parameters}
-            self.partial.present -= dropped
+            self.partial_sum.present -= dropped
             if layout.num_flags:
                 for k in dropped:
-                    self.partial.output[layout.flags_offset + k] = 0
+                    self.partial_sum.output[layout.flags_offset + k] = 0
 
     def call_hook(self, buffers: ReduceScatterBuffers, hook: Callable[[torch.Tensor], None]) -> None:
         """Call ``hook`` with this rank's shards of the reduced gradients, in one flat tensor without gaps.
@@ -359,27 +354,18 @@ class BucketReduceScatter:
             flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
         # Divide, cast, and move to where the shards rest.
         divide(buffers.output, reduction.post_divide)
-        flat, widths, places = buffers.output.to(buffers.gradient_dtype), self._widths, self._pieces
-        if flat.device != self.rest:
-            flat, (widths, places) = self._on_host(flat), self._split_on_host
+        flat, widths = buffers.output.to(buffers.gradient_dtype), self._widths
+        if flat.device != self.rest:  # without flags behind the gradients: page-locked memory could be twice as large
+            end, widths = self._gradient_span[1], widths[: max(self._pieces) + 1]
+            host = torch.empty(end, dtype=flat.dtype, device=self.rest, pin_memory=self.pin_memory)
+            flat = host.copy_(flat[:end], non_blocking=True)
         # As strided views, vectors take three times as long. Nothing else uses ``flat`` or its version counter.
         parts = torch.unsafe_split_with_sizes(flat, widths)
-        shards = list(map(parts.__getitem__, places))
+        shards = list(map(parts.__getitem__, self._pieces))
         for k, shape in self._not_vectors:
             shards[k] = shards[k].view(shape)
         reduced = ReducedBucket(self._members, shards, present, flags)
         return reduced.select() if flags is None and len(present) < len(shards) else reduced
-
-    def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
-        """Start to copy the gradients to the host. With flags, page-locked memory could be twice as large."""
-        layout = self.plan.reduce
-        numel, end = layout.sharded_numel, layout.gradient_numel
-        host = torch.empty(numel, dtype=flat.dtype, device=self.rest, pin_memory=self.pin_memory)
-        if end:
-            host[:end].copy_(flat[:end], non_blocking=True)
-        if end < numel:
-            host[end:].copy_(flat[layout.packed_numel :], non_blocking=True)
-        return host
 
     def _presence(self, buffers: ReduceScatterBuffers) -> tuple[frozenset[int], torch.Tensor | None]:
         """Return the parameters that get a gradient in any case, and flags on the device for the others.
@@ -395,14 +381,6 @@ class BucketReduceScatter:
             sent = self.flags_of(buffers).ne(0)
             flags = sent if flags is None else flags | sent
         return buffers.present, flags
-
-    def _wire_gradient(
-        self, gradient: torch.Tensor | None, numel: int, reduction: Reduction, dtype: torch.dtype
-    ) -> torch.Tensor:
-        if gradient is None:
-            return torch.zeros(numel, dtype=dtype, device=self.device)
-        flat = gradient.reshape(-1).to(dtype)
-        return flat if reduction.pre_divide == 1.0 else flat / reduction.pre_divide
 
 
 class Message(Protocol):
@@ -448,11 +426,11 @@ class OwnReduce(Protocol):
         """True if one step depends on values of earlier ones."""
 
     def message(
-        self, bucket: BucketReduceScatter, gradients: list[torch.Tensor | None], buffers: ReduceScatterBuffers
+        self, bucket: BucketReducer, gradients: list[torch.Tensor | None], buffers: ReduceScatterBuffers
     ) -> Message:
         """Return the message over the shard axis. Reading it writes sums and flags to the output of ``buffers``."""
 
-    def all_reduce(self, bucket: BucketReduceScatter, buffers: ReduceScatterBuffers) -> OwnAllReduce | None:
+    def all_reduce(self, bucket: BucketReducer, buffers: ReduceScatterBuffers) -> OwnAllReduce | None:
         """Return the all-reduce of the output over the replicate axis."""
 
 
@@ -462,7 +440,7 @@ class ReduceKind(Hashable, Protocol):
     def claim(self, parameters: Sequence[ShardedParameter]) -> Mapping[ShardedParameter, ReduceKind]:
         """Return the kinds of those among ``parameters``, of one group, that it takes."""
 
-    def make(self, bucket: BucketReduceScatter, former: Any) -> OwnReduce:
+    def make(self, bucket: BucketReducer, former: Any) -> OwnReduce:
         """Return the messages of ``bucket``. ``former`` made those of the same parameters before, if there were any."""
 
 
@@ -483,12 +461,6 @@ def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
     return len(set(map(_dtype_of, tensors))) < 2 and all(map(torch.Tensor.is_contiguous, tensors))
 
 
-def _widest_dtype(gradients: Sequence[torch.Tensor | None], otherwise: torch.dtype) -> torch.dtype:
-    """Return the dtype to which those of ``gradients`` are promoted, or ``otherwise`` if there are none."""
-    dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
-    return reduce(torch.promote_types, dtypes) if dtypes else otherwise
-
-
 class BucketReduction(NamedTuple):
     """One bucket of a reduction.
 
@@ -496,7 +468,7 @@ class BucketReduction(NamedTuple):
     ``divides_first``.
     """
 
-    bucket: BucketReduceScatter
+    bucket: BucketReducer
     reduction: Reduction
     buffers: ReduceScatterBuffers
     hook: Callable[[torch.Tensor], None] | None = None
@@ -512,24 +484,26 @@ class Stage(NamedTuple):
 
 
 def stages_of(
-    streams: CommStreams, reductions: Sequence[BucketReduction], device: torch.device, name: str, *, partial: bool
+    streams: CommStreams, reductions: Sequence[BucketReduction], device: torch.device, name: str, *, is_partial: bool
 ) -> list[Stage]:
     """Return the stages of a reduction over the shard axis, then over the replicate axis.
 
     ``reductions`` and ``name`` are the same on every rank. The last stage returns the sharded gradients. A partial
     reduction is over the shard axis only: the buckets keep its sums for a later one, and its result is empty.
     """
-    both = _HybridReduce(reductions, device, name)
-    if partial:
-        return [Stage(streams.reduce, both.reduce_scatter, both.keep_partial)]
+    steps = _HybridReduce(reductions, device, name)
+    # Over the shard axis alone.
+    if is_partial:
+        return [Stage(streams.reduce, steps.reduce_scatter, steps.keep_partial_sum)]
     if all(each.bucket.pgs.axes.replicate.size == 1 for each in reductions):
-        return [Stage(streams.reduce, both.reduce_scatter, both.finish_unreplicated)]
-    first = Stage(streams.reduce, both.reduce_scatter, both.finish_exchanges)
+        return [Stage(streams.reduce, steps.reduce_scatter, steps.finish)]
+    # Then over the replicate axis, in two stages where messages are not summed by the communicator.
+    first = Stage(streams.reduce, steps.reduce_scatter, steps.finish_exchanges)
     owns = [each.bucket.own for each in reductions]
     if not any(own is not None and own.all_reduce_bytes is not None for own in owns):
-        return [first, Stage(streams.replicate, both.all_reduce, both.finish)]
-    all_reduce = Stage(streams.replicate, both.all_reduce, both.finish_own_sums)
-    return [first, all_reduce, Stage(streams.replicate, both.gather_own_sums, both.finish)]
+        return [first, Stage(streams.replicate, steps.all_reduce, steps.finish)]
+    all_reduce = Stage(streams.replicate, steps.all_reduce, steps.finish_exchanges)
+    return [first, all_reduce, Stage(streams.replicate, steps.gather_own_sums, steps.finish)]
 
 
 class _HybridReduce:
@@ -545,7 +519,6 @@ class _HybridReduce:
         self._device = device
         messages = [(r.bucket.pgs.exchange, r.buffers.message) for r in reductions if r.buffers.message is not None]
         self._exchanges = _exchanges(messages, device) if messages else []
-        self._own_sums: list[Exchange] = []
         self._own_all_reduces: list[tuple[Communicator, OwnAllReduce]] = []
 
     def reduce_scatter(self) -> Work:
@@ -561,32 +534,30 @@ class _HybridReduce:
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 
     def finish_exchanges(self) -> None:
+        """Sum what was received. Those of earlier stages have done so, and stay alive with their messages."""
         for exchange in self._exchanges:
             exchange.finish()
 
-    def keep_partial(self) -> list[ReducedBucket]:
+    def keep_partial_sum(self) -> list[ReducedBucket]:
         self.finish_exchanges()
         for bucket, _, buffers, *_ in self._reductions:
-            bucket.keep_partial(buffers)
+            bucket.keep_partial_sum(buffers)
         return []
 
     def all_reduce(self) -> Work:
         works: list[Work] = []
         label = f"all-reduce of {self._name}"
         for bucket, reduction, buffers, *_ in self._reductions:
-            bucket.add_partial(buffers)
+            bucket.add_partial_sum(buffers)
             own = None if bucket.own is None else bucket.own.all_reduce(bucket, buffers)
             if own is None:
                 transfers = [Transfer(buffers.output, buffers.output)]
                 works.append(bucket.pgs.replicate.launch(Collective.ALL_REDUCE, transfers, label, reduction.op))
             else:
                 self._own_all_reduces.append((bucket.pgs.replicate, own))
-        self._own_sums = _exchanges([(c, each.message) for c, each in self._own_all_reduces], self._device)
-        return WorkList((*works, *(exchange.launch(label) for exchange in self._own_sums)))
-
-    def finish_own_sums(self) -> None:
-        for exchange in self._own_sums:
-            exchange.finish()
+        own_sums = _exchanges([(c, each.message) for c, each in self._own_all_reduces], self._device)
+        self._exchanges += own_sums
+        return WorkList((*works, *(exchange.launch(label) for exchange in own_sums)))
 
     def gather_own_sums(self) -> Work:
         label = f"all-gather of sums of {self._name}"
@@ -594,17 +565,13 @@ class _HybridReduce:
         transfers = [(c, [own.gather(c) for own in members]) for c, members in grouped]
         return WorkList(tuple(c.launch(Collective.ALL_GATHER, of_one, label) for c, of_one in transfers))
 
-    def finish_unreplicated(self) -> list[ReducedBucket]:
-        self.finish_exchanges()
-        for bucket, _, buffers, *_ in self._reductions:
-            bucket.add_partial(buffers)
-        return self.finish()
-
     def finish(self) -> list[ReducedBucket]:
+        self.finish_exchanges()
         for _, own in self._own_all_reduces:
             own.finish()
         reduced = []
         for bucket, reduction, buffers, hook, divides_first in self._reductions:
+            bucket.add_partial_sum(buffers)  # unless the all-reduce did
             if hook is not None:
                 if divides_first:
                     divide(buffers.output, reduction.post_divide)
@@ -640,7 +607,8 @@ class Exchange:
 
     def finish(self) -> None:
         received, self._received = self._received, None
-        assert received is not None
+        if received is None:
+            return
         for message, columns in zip(self._messages, self._columns, strict=True):
             message.read(received.view(self._shape)[:, columns])
 

@@ -362,7 +362,7 @@ class Root:
     def _end_backward_of(self, state: FSDPState) -> None:
         """Reduce or hold what is left of ``state``'s gradients, and free or keep its parameters."""
         state.open_calls, group = 0, state.group
-        if group.partial is not None and group.gradient_state is _REDUCING and not state.keeps_partial:
+        if group.partial_reduction is not None and group.gradient_state is _REDUCING and not state.keeps_partial:
             self.drain()  # this backward did not use the group, which holds the sums only then
         # Gradients that no hook completed.
         if group.gradient_state in HELD_GRADIENTS:

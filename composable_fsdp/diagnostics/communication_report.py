@@ -127,7 +127,7 @@ def all_reduce_wire_bytes(buckets: Sequence[AnyBucket]) -> WireBytes:
     """Return the bytes of the reduction over the replicate axis."""
     total = plain = 0
     for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
-        numel, own = bucket.plan.reduce.output.numel, bucket.scatter.own
+        numel, own = bucket.plan.reduce.output.numel, bucket.reducer.own
         own_bytes = None if own is None else own.all_reduce_bytes
         total += 2 * numel * bucket.plan.sum_dtype.itemsize if own_bytes is None else own_bytes
         plain += 2 * numel * bucket.plan.reduce_dtype.itemsize

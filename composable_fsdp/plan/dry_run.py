@@ -341,15 +341,15 @@ class DryLauncher:
             self._note(Shrink(group.name, mesh_size))
 
     def reduce(self, reduction: GroupReduction) -> None:
-        self._note(Reduce(tuple(member.name for member in reduction.members), reduction.partial))
+        self._note(Reduce(tuple(member.name for member in reduction.members), reduction.is_partial))
         for member in reduction.members:
-            member.begin_reduction(cast(Any, _SUMS), partial=reduction.partial)
+            member.begin_reduction(cast(Any, _SUMS), is_partial=reduction.is_partial)
 
     def start(self, reduction: GroupReduction) -> None: ...
 
     def finish(self, reduction: GroupReduction, unread: Any = None) -> None:
         for member in reduction.members:
-            member.end_reduction(partial=reduction.partial)
+            member.end_reduction(is_partial=reduction.is_partial)
         self._note(WaitReduce(1))
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None: ...

@@ -63,7 +63,7 @@ from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 from composable_fsdp._core.mesh import PlainForm
-from composable_fsdp._core.reduce import REDUCE_KINDS, BucketReduceScatter, OwnReduce, ReduceKind
+from composable_fsdp._core.reduce import REDUCE_KINDS, BucketReducer, OwnReduce, ReduceKind
 from composable_fsdp._core.schedule import PLAN_CHANGES, Plan, PlannedRun
 from composable_fsdp._core.seams import CLASS_MEMBERS, HOOK_WRAPPERS, OBSERVERS, ObservedRoot, Observer
 from composable_fsdp.plugins.captured_passes import CapturedPasses
@@ -121,7 +121,7 @@ __all__ = [
     "Around",
     "Bucket",
     "BucketPlan",
-    "BucketReduceScatter",
+    "BucketReducer",
     "Collective",
     "Communicator",
     "GatherClaim",

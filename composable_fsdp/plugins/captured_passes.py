@@ -51,6 +51,6 @@ def _check(state: FSDPState) -> None:
     if group.gradient_state in HELD_GRADIENTS:
         text = "gradients of an earlier backward are not reduced, and each replay would add them again"
         raise capture_error(state.name, text, "Capture the backwards of all microbatches, or none of them.")
-    if any(own is not None and own.remembers for own in (bucket.scatter.own for bucket in group.buckets)):
+    if any(own is not None and own.remembers for own in (bucket.reducer.own for bucket in group.buckets)):
         text = "the host exchanges the residuals of ErrorFeedback after each step, and replays would not"
         raise capture_error(state.name, text, "Use the codec without ErrorFeedback.")

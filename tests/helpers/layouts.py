@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
 from hypothesis import strategies as st
 
-from tests._internals import ALIGNMENT_BYTES, GatherLayout, ReduceLayout, TensorShards
+from tests._internals import ALIGNMENT_BYTES, GatherLayout, ParameterSpec, ReduceLayout, TensorShards
 
 WORLD_SIZES = st.integers(1, 9)
 SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=4).map(tuple)
@@ -25,6 +26,12 @@ def tensor_shards(draw: st.DrawFn, num_shards: int | None = None) -> TensorShard
 def shards_of_one_bucket(draw: st.DrawFn) -> tuple[TensorShards, ...]:
     num_shards = draw(WORLD_SIZES)
     return tuple(draw(st.lists(tensor_shards(num_shards), min_size=1, max_size=5)))
+
+
+def spec_of(name: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype, trainable: bool = True) -> ParameterSpec:
+    """Return the spec of a parameter that is stored, computed with and reduced in ``dtype``."""
+    names = ("dtype", "compute_dtype", "reduce_dtype", "gradient_dtype", "arriving_dtype")
+    return ParameterSpec(name, shape, dim, trainable, **dict.fromkeys(names, dtype))
 
 
 NEVER_ZERO_COPY = 1 << 62

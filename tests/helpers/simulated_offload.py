@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from composable_fsdp import CPUOffloadPolicy
-from tests._internals import BucketReduceScatter, core_gather, core_group, memory
+from tests._internals import BucketReducer, core_gather, core_group, memory
 
 OTHER = torch.device("cpu:0")
 """A device that is not equal to that of any tensor, so that code that compares devices copies to it."""
@@ -24,13 +24,13 @@ def _cast_and_move(shard: torch.Tensor, dtype: torch.dtype, device: torch.device
     return memory.cast_and_move(shard, dtype, OTHER if shard.is_pinned() else device)
 
 
-def _finish(self: BucketReduceScatter, *args: Any) -> Any:
+def _finish(self: BucketReducer, *args: Any) -> Any:
     if self.pin_memory:
         self.rest = OTHER
     return _finish_on_device(self, *args)
 
 
-_finish_on_device = BucketReduceScatter.finish
+_finish_on_device = BucketReducer.finish
 
 
 @contextmanager
@@ -40,5 +40,5 @@ def simulated_offload() -> Iterator[None]:
         stack.enter_context(mock.patch.object(core_group, "rest_device", _rest_device))
         stack.enter_context(mock.patch.object(core_gather, "cast_and_move", _cast_and_move))
         stack.enter_context(mock.patch.object(core_gather.Bucket, "cached_part", None))  # for shards on the device only
-        stack.enter_context(mock.patch.object(BucketReduceScatter, "finish", _finish))
+        stack.enter_context(mock.patch.object(BucketReducer, "finish", _finish))
         yield

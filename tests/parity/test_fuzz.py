@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp.testing import RanksError
 from tests._internals import (
     Bucket,
-    BucketReduceScatter,
+    BucketReducer,
     CachedMessage,
     EncodedReduce,
     ModelParallel,
@@ -308,7 +308,7 @@ def test_programs_that_failed_once_pass(name: str) -> None:
     assert run_alone(FOUND[name]) == ""
 
 
-def forget_to_divide(self: BucketReduceScatter, *args: object) -> object:
+def forget_to_divide(self: BucketReducer, *args: object) -> object:
     scatter, reduction = args
     assert isinstance(reduction, Reduction)
     return ORIGINALS["finish"](self, scatter, Reduction(reduction.op, reduction.pre_divide, 1.0))
@@ -363,7 +363,7 @@ def count_steps_of_all_threads(self: OptimizerSteps) -> None:
 STEPS = SimpleNamespace()
 
 BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
-    "finish": (BucketReduceScatter, forget_to_divide, "backward all", SOCKETS),
+    "finish": (BucketReducer, forget_to_divide, "backward all", SOCKETS),
     "end_backward": (Root, forget_kept_groups, "keep always", SOCKETS),
     "hold_gradients": (ParamGroup, forget_held_gradients, "hold all", SOCKETS),
     "commit": (EncodedReduce, forget_residuals, "error feedback", SOCKETS),

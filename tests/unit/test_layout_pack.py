@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests._internals import (
     GatherLayout,
-    ParameterSpec,
     PlanOptions,
     ReduceLayout,
     TensorShards,
@@ -26,7 +25,7 @@ from tests._internals import (
     take_shard,
     unpack_parameter,
 )
-from tests.helpers.layouts import DIRECT_BYTES, shards_of_one_bucket, tensor_shards
+from tests.helpers.layouts import DIRECT_BYTES, shards_of_one_bucket, spec_of, tensor_shards
 
 FEWER = settings(max_examples=40)
 FLOATS = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -152,7 +151,7 @@ def test_gathering_from_a_smaller_mesh_restores_the_parameters_at_the_same_offse
     larger, smaller = sizes
     drawn = data.draw(st.lists(tensor_shards(larger), min_size=1, max_size=4))
     dtype = torch.float32
-    specs = tuple(ParameterSpec("w", s.shape, s.dim, dtype, dtype, dtype, dtype, True) for s in drawn)
+    specs = tuple(spec_of("w", s.shape, s.dim, dtype) for s in drawn)
     (bucket,) = plan_group(specs, (PlanOptions(larger, zero_copy_min_bytes, zero_copy_min_bytes),)).buckets
     layout = plan_slices(bucket, smaller, zero_copy_min_bytes).gather
     fulls = [numbered(s.shape, dtype, start=17 * i) for i, s in enumerate(drawn)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import torch
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp import CPUOffloadPolicy, OffloadPolicy
-from tests._internals import ParameterSpec, PlanOptions, cut_pinned, pinned_bytes, pinned_waste, plan_group
+from tests._internals import PlanOptions, cut_pinned, pinned_bytes, pinned_waste, plan_group
+from tests.helpers.layouts import spec_of
 
 MIB = 1 << 20
 SIZES = st.lists(st.tuples(*[st.integers(0, 40 * MIB)] * 2), min_size=1, max_size=7).map(tuple)
@@ -46,7 +48,7 @@ def planned(sizes: Sequence[int], offload: OffloadPolicy) -> tuple[int, float]:
     """Return the number of buckets of parameters of ``sizes`` in MiB on one rank, and the part that is wasted."""
     fp32 = torch.float32
     specs = tuple(
-        ParameterSpec(f"{k}", (size, MIB // 4), 0, fp32, fp32, fp32, None, trainable=True, offload=offload)
+        replace(spec_of(f"{k}", (size, MIB // 4), 0, fp32), gradient_dtype=None, offload=offload)
         for k, size in enumerate(sizes)
     )
     buckets = plan_group(specs, (PlanOptions(1, 0, 0),)).buckets

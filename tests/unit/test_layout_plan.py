@@ -9,8 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable_fsdp import CPUOffloadPolicy, OffloadPolicy
-from tests._internals import GatherClaim, GroupPlan, ParameterSpec, PlanOptions, TensorShards, plan_group, plan_slices
-from tests.helpers.layouts import DIRECT_BYTES, SHAPES, WORLD_SIZES, assert_disjoint_and_aligned, assert_sent_layout
+from tests._internals import (
+    GatherClaim,
+    GroupPlan,
+    ParameterSpec,
+    PlanOptions,
+    TensorShards,
+    plan_group,
+    plan_slices,
+    traits_of,
+)
+from tests.helpers.layouts import (
+    DIRECT_BYTES,
+    SHAPES,
+    WORLD_SIZES,
+    assert_disjoint_and_aligned,
+    assert_sent_layout,
+    spec_of,
+)
 
 DTYPES = st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.float64])
 
@@ -26,6 +42,7 @@ def parameter_specs(draw: st.DrawFn) -> ParameterSpec:
         compute_dtype=draw(DTYPES),
         reduce_dtype=draw(DTYPES),
         gradient_dtype=draw(DTYPES),
+        arriving_dtype=draw(DTYPES),
         trainable=draw(st.booleans()),
         offload=draw(st.sampled_from([OffloadPolicy(), CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])),
     )
@@ -46,16 +63,10 @@ def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
     plan = plan_group(specs, (options,))
     assert plan.specs == specs
     assert sorted(i for bucket in plan.buckets for i in bucket.indices) == list(range(len(specs)))
-    keys = [{specs[i].bucket_key for i in bucket.indices} for bucket in plan.buckets]
+    keys = [{traits_of(specs[i]) for i in bucket.indices} for bucket in plan.buckets]
     assert [len(of_bucket) for of_bucket in keys] == [1] * len(keys)
     assert len(set().union(*keys)) == len(keys)
-    for bucket, (key,) in zip(plan.buckets, keys, strict=True):
-        found = (
-            *(bucket.axes, bucket.gather_claim, bucket.reduce_kind),
-            *(bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype),
-            *(bucket.gradient_dtype, bucket.arriving_dtype),
-        )
-        assert key == (*found, bucket.offload)
+    assert [{traits_of(bucket)} for bucket in plan.buckets] == keys
 
 
 @FEWER
@@ -127,9 +138,7 @@ def test_a_smaller_mesh_gathers_to_the_offsets_of_the_full_mesh(
 def test_equal_plans_are_cached() -> None:
     def make_plan(trainable: bool) -> GroupPlan:
         dtype = torch.float32
-        return plan_group(
-            (ParameterSpec("w", (4, 4), 0, dtype, dtype, dtype, dtype, trainable),), (PlanOptions(2, 0, 0),)
-        )
+        return plan_group((spec_of("w", (4, 4), 0, dtype, trainable),), (PlanOptions(2, 0, 0),))
 
     assert make_plan(True) is make_plan(True)
     assert make_plan(True) is not make_plan(False)
@@ -137,7 +146,7 @@ def test_equal_plans_are_cached() -> None:
 
 def test_a_sum_or_gradient_in_the_reduce_dtype_is_not_rounded_on_the_wire() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
-    narrow = ParameterSpec("weight", (4, 4), 0, fp32, bf16, fp32, fp32, trainable=True)
+    narrow = dataclasses.replace(spec_of("weight", (4, 4), 0, fp32), compute_dtype=bf16, arriving_dtype=bf16)
     summed = dataclasses.replace(narrow, name="norm", summed_before=True)
 
     def wire_dtype(*specs: ParameterSpec) -> torch.dtype:
@@ -147,5 +156,5 @@ def test_a_sum_or_gradient_in_the_reduce_dtype_is_not_rounded_on_the_wire() -> N
     assert wire_dtype(narrow) is bf16
     assert wire_dtype(summed) is fp32
     assert wire_dtype(narrow, summed) is fp32
-    wide = dataclasses.replace(narrow, autograd_dtype=fp32)
+    wide = dataclasses.replace(narrow, arriving_dtype=fp32)
     assert wire_dtype(wide) is fp32

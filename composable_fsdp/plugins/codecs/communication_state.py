@@ -46,7 +46,7 @@ class CommunicationState:
         parameters' mesh.
         """
         return {
-            name: {"residual": _as_dtensor(encoder.residual(bucket.scatter.device), _mesh(bucket))}
+            name: {"residual": _as_dtensor(encoder.residual(bucket.reducer.device), _mesh(bucket))}
             for name, bucket, encoder in self._encoders()
         }
 
@@ -65,7 +65,7 @@ class CommunicationState:
             )
         found = {}
         for name, (bucket, encoder) in encoders.items():
-            residual, own = state_dict[name]["residual"], encoder.residual(bucket.scatter.device)
+            residual, own = state_dict[name]["residual"], encoder.residual(bucket.reducer.device)
             local = cast(Any, residual).to_local() if isinstance(residual, DTensor) else residual
             if local.shape != own.shape or residual.shape != _as_dtensor(own, _mesh(bucket)).shape:
                 raise ConfigurationError(

@@ -24,7 +24,7 @@ class CompiledCodecs(Observer):
     @torch.no_grad()  # as in hooks: the compiler makes other code where gradients are recorded
     def before_first_collective(self, root: ObservedRoot) -> None:
         buckets = [bucket for state in root.states.values() for bucket in state.group.buckets]
-        found = dict.fromkeys((call, bucket.scatter.device) for bucket in buckets for call in _calls(bucket))
+        found = dict.fromkeys((call, bucket.reducer.device) for bucket in buckets for call in _calls(bucket))
         calls = [(call, device) for call, device in found if call.numel and is_compiled(call.codec, device)]
         if calls and dist.get_rank() == 0:
             codecs = ", ".join(dict.fromkeys(repr(call.codec) for call, _ in calls))

@@ -14,7 +14,7 @@ from composable_fsdp._core.gather import AnyBucket
 from composable_fsdp._core.layout import aligned_bytes
 from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.params import ShardedParameter
-from composable_fsdp._core.reduce import BucketReduceScatter, ReduceScatterBuffers
+from composable_fsdp._core.reduce import BucketReducer, ReduceScatterBuffers
 from composable_fsdp.codecs._encoder import Encoder, GradientCodec
 from composable_fsdp.codecs.cast import Cast
 from composable_fsdp.plugins.codecs.chosen_codecs import encodable_among, name_of_own_bucket, policy_of, resolved
@@ -109,7 +109,7 @@ class EncodedReduce:
         encoders: those of each collective: ``"shard"``, and ``"pieces"`` and ``"sums"`` of the replicate axis.
     """
 
-    def __init__(self, kind: EncodedGradients, bucket: BucketReduceScatter, former: EncodedReduce | None) -> None:
+    def __init__(self, kind: EncodedGradients, bucket: BucketReducer, former: EncodedReduce | None) -> None:
         self._layout, self._pgs, self._parameters = bucket.plan.reduce, bucket.pgs, bucket.parameters
         self._version_before: int | None = None if former is None else former._version_before
         """The version of the shards before the first reduction of the step, if that has changed residuals."""
@@ -141,18 +141,18 @@ class EncodedReduce:
         return any(encoder.remembers for encoder in self.encoders.values())
 
     def message(
-        self, bucket: BucketReduceScatter, gradients: list[torch.Tensor | None], buffers: ReduceScatterBuffers
+        self, bucket: BucketReducer, gradients: list[torch.Tensor | None], buffers: ReduceScatterBuffers
     ) -> CodecMessage:
         take_rows = partial(bucket.packed_rows, gradients)
         return CodecMessage(self.encoders["shard"], take_rows, *self._values(bucket, buffers))
 
-    def all_reduce(self, bucket: BucketReduceScatter, buffers: ReduceScatterBuffers) -> EncodedAllReduce | None:
+    def all_reduce(self, bucket: BucketReducer, buffers: ReduceScatterBuffers) -> EncodedAllReduce | None:
         if "pieces" not in self.encoders:
             return None
         return EncodedAllReduce(self.encoders, *self._values(bucket, buffers))
 
     def _values(
-        self, bucket: BucketReduceScatter, buffers: ReduceScatterBuffers
+        self, bucket: BucketReducer, buffers: ReduceScatterBuffers
     ) -> tuple[torch.Tensor, torch.Tensor, Absent]:
         """Return the values and flags in the output of ``buffers``, and a function that returns the absent values."""
         if self._version_before is None and self.remembers:
@@ -199,7 +199,7 @@ class EncodedReduce:
 
 def encoders_of(bucket: AnyBucket) -> Mapping[str, Encoder]:
     """Return the encoders of the gradients of ``bucket``, by their collective."""
-    own = bucket.scatter.own
+    own = bucket.reducer.own
     return own.encoders if isinstance(own, EncodedReduce) else {}
 
 
@@ -236,7 +236,7 @@ class EncodedGradients:
             chosen[p] = replace(own, shard=shard, replicate=replicate)
         return {p: own for p, own in chosen.items() if own.shard is not None or own.replicate is not None}
 
-    def make(self, bucket: BucketReduceScatter, former: EncodedReduce | None) -> EncodedReduce:
+    def make(self, bucket: BucketReducer, former: EncodedReduce | None) -> EncodedReduce:
         return EncodedReduce(self, bucket, former)
 
 

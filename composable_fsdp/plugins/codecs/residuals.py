@@ -44,7 +44,7 @@ class Residuals(Observer):
 def _changed(root: ObservedRoot) -> list[tuple[ParamGroup, EncodedReduce]]:
     """Return what has changed residuals since they were committed, and its groups."""
     groups = [state.group for state in root.states.values()]
-    every = [(group, bucket.scatter.own) for group in groups for bucket in group.buckets]
+    every = [(group, bucket.reducer.own) for group in groups for bucket in group.buckets]
     return [(group, own) for group, own in every if isinstance(own, EncodedReduce) and own.has_changed]
 
 

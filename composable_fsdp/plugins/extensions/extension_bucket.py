@@ -19,7 +19,7 @@ from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
 from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.params import ShardedParameter, is_wrapper, local_part, plain_tensors
-from composable_fsdp._core.reduce import BucketReduceScatter
+from composable_fsdp._core.reduce import BucketReducer
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.plugins.extensions.gather_hooks import (
     RELEASE_HOOK,
@@ -149,7 +149,7 @@ class ExtendedBucket:
         self._on_gradient = on_gradient
         self._gathered = [_Gathered(each, isinstance(each, Extension) and each.releases_outputs) for each in extensions]
         rest = self.parameters[0].local.device
-        self.scatter = BucketReduceScatter(plan, self.parameters, pgs, device, rest, pin_memory=False)
+        self.reducer = BucketReducer(plan, self.parameters, pgs, device, rest, pin_memory=False)
 
     @property
     def versioned(self) -> list[torch.Tensor]:
@@ -173,7 +173,7 @@ class ExtendedBucket:
 
     def update_plan(self, plan: BucketPlan) -> None:
         self.plan = plan
-        self.scatter.update_plan(plan)
+        self.reducer.update_plan(plan)
 
     def free(self) -> None:
         for gathered in self._gathered:
