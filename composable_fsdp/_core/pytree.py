@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from operator import is_
 from typing import TypeAlias
@@ -83,11 +83,10 @@ def _items(tree: PyTree) -> Items | None:
     """
     if isinstance(tree, (list, deque, UserList)):
         return dict(enumerate(tree))
+    mapping = dict(tree) if isinstance(tree, MutableMapping) else None
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _attributes(tree) | (
-            {(k,): item for k, item in tree.items()} if isinstance(tree, MutableMapping) else {}
-        )
-    return dict(tree) if isinstance(tree, MutableMapping) else None
+        return _attributes(tree) | {(key,): item for key, item in (mapping or {}).items()}
+    return mapping
 
 
 def _attributes(tree: PyTree) -> Items:
@@ -133,8 +132,7 @@ def _fill(tree: PyTree, items: Items) -> None:
 def _copy_with(tree: PyTree, items: Items) -> PyTree:
     new = copy.copy(tree)
     if isinstance(tree, MutableMapping) and not isinstance(tree, (dict, UserDict)):  # it may keep items in its own dict
-        for name, value in vars(new).items():
-            vars(new)[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
+        vars(new).update({n: copy.copy(v) for n, v in vars(new).items() if isinstance(v, (dict, list))})
     _fill(new, items)
     return new
 
@@ -351,24 +349,21 @@ class CallInputs:
             # What the module wrote stays; all else is what it was before.
             now = _items(given)
             assert now is not None
-            after = now | {
-                key: items[key] if self._is_unchanged(item, mapped.get(key, self)) else self._restored(item)
-                for key, item in _shown(given, now).items()
-            }
+            after = dict(now)
+            for key, item in _shown(given, now).items():
+                is_written = item is not mapped.get(key, self) or any(map(self._is_written, tensors_in(item)))
+                after[key] = self._restored(item) if is_written else items[key]
             if given is tree or not _same(items, after):
                 _fill(tree, after)
-
-    def _is_unchanged(self, item: PyTree, before: PyTree) -> bool:
-        return item is before and not (self._casts and any(map(self._is_written, tensors_in(item))))
 
     def _restored(self, tree: PyTree) -> PyTree:
         """Return what the module wrote with the caller's tensors and containers in place of those that it got."""
 
-        def restored_container(tree: PyTree) -> PyTree:
-            known = self._known.get(id(tree))
-            return _rebuilt(tree, self._restored) if known is None else known.tree
+        return map_tensors(self._original, tree, self._restored_container)
 
-        return map_tensors(self._original, tree, restored_container)
+    def _restored_container(self, tree: PyTree) -> PyTree:
+        known = self._known.get(id(tree))
+        return _rebuilt(tree, self._restored) if known is None else known.tree
 
     def _original(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._is_written(tensor) else self._originals.get(id(tensor), tensor)
@@ -410,31 +405,24 @@ class CallInputs:
 
     def outputs(self, output: PyTree) -> list[torch.Tensor]:
         """Return the tensors in ``output``, and those that the module wrote or changed in containers of the caller."""
-        found: list[torch.Tensor] = []
-        note_all, note_written = partial(_note, found), partial(self._note_written, found)
-        map_tensors(note_all, output, partial(self._visit, note_all))
+        found = list(self._tensors_outside(output))
         for passed in self.containers:
             for child in _children(passed.tree):
-                map_tensors(note_written, child, partial(self._visit, note_written))
+                found += filter(self._is_new_or_changed, self._tensors_outside(child))
         return found
 
-    def _visit(self, note: Map, tree: PyTree) -> PyTree:
-        if id(tree) not in self._known:
+    def _tensors_outside(self, tree: PyTree) -> Iterator[torch.Tensor]:
+        """Yield every tensor in ``tree``, without those in containers of the caller."""
+        if isinstance(tree, torch.Tensor):
+            yield tree
+        elif type(tree) not in _ATOMS and id(tree) not in self._known:
             for child in _children(tree):
-                map_tensors(note, child, partial(self._visit, note))
-        return tree
+                yield from self._tensors_outside(child)
 
-    def _note_written(self, found: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    def _is_new_or_changed(self, tensor: torch.Tensor) -> bool:
         untouched = self._untouched.get(id(tensor))
-        if untouched is None or (tensor.requires_grad and tensor._version != untouched[1]):
-            found.append(tensor)
-        return tensor
+        return untouched is None or (tensor.requires_grad and tensor._version != untouched[1])
 
 
 NO_INPUTS = CallInputs(None, None, watched=False)
 """The inputs of all calls that get theirs unchanged. Nothing is written to it."""
-
-
-def _note(found: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    found.append(tensor)
-    return tensor
