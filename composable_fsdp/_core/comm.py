@@ -273,8 +273,8 @@ class WorkList:
             work.wait()
 
 
-_ENQUEUED = WorkList(())
-"""The work of a collective on the current stream: what comes after it there runs after it."""
+DONE = WorkList(())
+"""The work of an operation that is done, or on the current stream: what comes after it there runs after it."""
 
 
 class ProcessGroupCommunicator:
@@ -292,12 +292,13 @@ class ProcessGroupCommunicator:
         """False if a collective runs on the stream that launches it, with that stream's priority, as from FSDP2."""
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
+        one_by_one = min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
         self.traits = Traits(
             averages=self._backend.averages,
             coalesces=self._backend.coalesces,
             dispatches=True,
             checks=self.size == 1 or not self._backend.is_watchable,
-            zero_copy_min_bytes=self._zero_copy_bytes(),
+            zero_copy_min_bytes=_COALESCED_LAUNCH_BYTES if self._backend.coalesces else one_by_one,
         )
         self.launched = 0
         self._broken = ""
@@ -305,11 +306,6 @@ class ProcessGroupCommunicator:
     @property
     def group(self) -> dist.ProcessGroup:
         return self._group()
-
-    def _zero_copy_bytes(self) -> int:
-        if self._backend.coalesces:
-            return _COALESCED_LAUNCH_BYTES
-        return min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend.name}, rank {self.rank} of {self.size})"
@@ -338,7 +334,7 @@ class ProcessGroupCommunicator:
             for output, input in pairs:
                 started.append(collective(output, input, group=group, async_op=async_op, **options))
         if not async_op:
-            return _ENQUEUED
+            return DONE
         return started[0] if len(started) == 1 else WorkList(tuple(started))
 
     @property
@@ -407,23 +403,7 @@ def _in_known_dtype(kind: Collective, output: torch.Tensor, input: torch.Tensor)
     return Transfer(output.view(dtype), input.view(dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-DONE = _Done()
-"""The work of an operation that is done."""
-
-_TRAITS = Traits(
-    averages=True,
-    widens=True,
-    aliases=True,
-    coalesces=True,
-    checks=True,
-    zero_copy_min_bytes=0,
-)
+_TRAITS = Traits(averages=True, widens=True, aliases=True, coalesces=True, checks=True, zero_copy_min_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +417,7 @@ class LoopbackCommunicator:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> _Done:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         if kind is not Collective.ALL_REDUCE:
             for transfer in transfers:
                 transfer.output.copy_(transfer.input)

@@ -500,7 +500,7 @@ class ParamGroup:
                     axes=axes.index(p.sharding.axes),
                     gather_claim=self.claim(p),
                     reduce_kind=reduce_kinds.get(p),
-                    summed_before=p.sharding.inner is not None and p.sharding.inner.may_leave_sums,
+                    summed_before=p.sharding.inner is not None and bool(p.sharding.inner.model_axes),
                     offload=p.offload if self.rest_device_of(p) != self.device else OffloadPolicy(),
                     arriving_dtype=p.grad_dtype or reduce_dtype if p.has_grad_dtype else compute_dtype,
                 )

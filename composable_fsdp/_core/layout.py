@@ -30,12 +30,8 @@ class ShardLayout:
         return -(-self.length // self.num_shards)
 
     @property
-    def padded_length(self) -> int:
-        return self.padded_shard * self.num_shards
-
-    @property
     def is_even(self) -> bool:
-        return self.padded_length == self.length
+        return self.padded_shard * self.num_shards == self.length
 
     def owned_by(self, rank: int) -> range:
         """Return the indices of the dim that ``rank`` holds; empty for the last ranks of a short dim."""
@@ -351,11 +347,10 @@ def unpack_parameter(shards: TensorShards, rows: Tensor, place: Tensor) -> None:
         rows: ``(num_shards, padded_numel)``, contiguous along the last dim only: a column block of the message.
         place: 1-d and contiguous, at least ``shards.full_numel`` elements; elements after those are not written.
     """
-    views = _views_of(shards)
-    if views.concatenates:
-        place[: views.full_numel].view(rows.shape).copy_(rows)
+    if shards.concatenates:
+        place[: shards.full_numel].view(rows.shape).copy_(rows)
         return
-    full = place[: views.full_numel].view(shards.shape)
+    full = place[: shards.numel].view(shards.shape)
     for part, piece in _same_elements(shards, full, rows):
         part.copy_(piece)
 
@@ -385,8 +380,6 @@ class _ShardViews:
     empty.
     """
 
-    concatenates: bool
-    full_numel: int
     num_full: int
     full_length: int
     block: tuple[int, ...]
@@ -404,8 +397,6 @@ def _views_of(shards: TensorShards) -> _ShardViews:
     before, after = shards.shape[:dim], shards.shape[dim + 1 :]
     short_shape = (*before, length - num_full * piece, *after)
     return _ShardViews(
-        concatenates=shards.concatenates,
-        full_numel=shards.full_numel,
         num_full=num_full,
         full_length=num_full * piece,
         block=(num_full, *shards.padded_shape),
@@ -474,7 +465,9 @@ def plan_division(
     """
     factor = float(num_ranks if divide_factor is None else divide_factor)
     if dtype not in (torch.float32, torch.float64, torch.bfloat16) and dtype.is_floating_point:
-        pre = _half_way_divisor(factor)
+        pre = 1.0  # the smallest power of two not below the square root of the factor: dividing by it is exact
+        while factor / pre > pre:
+            pre *= 2
         return Reduction(ReduceOp.SUM, pre_divide=pre, post_divide=factor / pre)
     if averages and not sum_only and factor == num_ranks:
         return Reduction(ReduceOp.AVERAGE)
@@ -514,14 +507,6 @@ def divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
     mantissa, exponent = math.frexp(divisor)
     exact = abs(mantissa) == 0.5 and abs(exponent) <= _LARGEST_EXPONENT
     return tensor.mul_(1.0 / divisor) if exact else tensor.div_(divisor)
-
-
-def _half_way_divisor(factor: float) -> float:
-    """Return the smallest power of two not below the square root of ``factor``. Dividing by it is exact."""
-    divisor = 1.0
-    while factor / divisor > divisor:
-        divisor *= 2
-    return divisor
 
 
 MOST_WASTE = 0.1

@@ -36,13 +36,12 @@ class DeviceCapabilities:
     Args:
         module: the module of torch with its streams and events.
         has_streams: work runs on streams, and a wait orders streams. Otherwise streams are *null*: the host orders the
-            work, and a wait for a collective blocks it.
-        fuses_copies: one kernel that concatenates or splits many tensors also casts them, at the cost of one copy.
+            work, and a wait for a collective blocks it. On streams, one kernel that concatenates or splits many
+            tensors also casts them, at the cost of one copy.
     """
 
     module: ModuleType
     has_streams: bool
-    fuses_copies: bool
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is captured, into a CUDA graph."""
@@ -58,8 +57,7 @@ def device_capabilities(device: torch.device) -> DeviceCapabilities:
 @lru_cache(maxsize=4)
 def _capabilities(module: ModuleType, stream_class: object) -> DeviceCapabilities:
     # Not a new stream: torch has 32 per priority, and each request takes the next one.
-    has_streams = module.current_stream().record_event() is not None
-    return DeviceCapabilities(module, has_streams=has_streams, fuses_copies=has_streams)
+    return DeviceCapabilities(module, has_streams=module.current_stream().record_event() is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,17 +178,15 @@ class ModelParallel:
     form: PlainForm | None = None
 
     @property
-    def may_leave_sums(self) -> bool:
-        """True if gradients can arrive as pending sums over a model-parallel axis."""
-        return any(self.mesh.size(axis) > 1 for axis in range(self.mesh.ndim) if axis not in self.data_axes)
+    def model_axes(self) -> list[int]:
+        """The model-parallel axes with several ranks: gradients can arrive as pending sums over these."""
+        mesh = self.mesh
+        return [axis for axis in range(mesh.ndim) if axis not in self.data_axes and mesh.size(axis) > 1]
 
     def communicators(self) -> list[GroupCommunicator]:
         """Return the communicators of the model-parallel axes. All ranks of ``mesh`` must call it together."""
-        return [
-            communicator_over(self.mesh.get_group(axis), self.mesh.device_type)
-            for axis in range(self.mesh.ndim)
-            if axis not in self.data_axes and self.mesh.size(axis) > 1
-        ]
+        mesh = self.mesh
+        return [communicator_over(mesh.get_group(axis), mesh.device_type) for axis in self.model_axes]
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """Return ``local`` as a DTensor that shares its memory."""
@@ -309,7 +307,7 @@ class ParameterSharding:
     shape: tuple[int, ...]
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    inner: ModelParallel | None = field(default=None)
+    inner: ModelParallel | None = None
 
     def wrap_shard(self, local: torch.Tensor) -> DTensor:
         """Return ``local``, this rank's shard, as a DTensor that shares its memory."""

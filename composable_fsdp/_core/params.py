@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -181,18 +182,14 @@ class ShardedParameter:
 
     def copy_onto(self, sharded: nn.Parameter, owners: Sequence[tuple[nn.Module, str]]) -> ShardedParameter:
         """Return a copy for ``sharded``, a copy of this one's parameter that is registered on copied modules."""
-        copy = object.__new__(ShardedParameter)
-        copy.name, copy.sharding, copy.shape = self.name, self.sharding, self.shape
-        copy.communication, copy.offload, copy.precision = self.communication, self.offload, self.precision
-        copy._attributes, copy._gradient_dtype = dict(self._attributes), self._gradient_dtype
-        copy.kind, copy.is_packed = self.kind, self.is_packed
-        copy.owners = owners
-        copy.sharded = copy.unsharded = sharded
-        copy.local = copy.full = cast(Any, sharded)._local_tensor
-        copy.trainable, copy.accumulated = sharded.requires_grad, None
-        copy.state_ref = copy._held = None
-        copy._mark(sharded)
-        return copy
+        copied = copy.copy(self)
+        copied._attributes, copied.owners = dict(self._attributes), tuple(owners)
+        copied.sharded = copied.unsharded = sharded
+        copied.local = copied.full = cast(Any, sharded)._local_tensor
+        copied.trainable, copied.accumulated = sharded.requires_grad, None
+        copied.state_ref = copied._held = None
+        copied._mark(sharded)
+        return copied
 
     @property
     def owners(self) -> tuple[tuple[nn.Module, str], ...]:
@@ -280,8 +277,7 @@ class ShardedParameter:
         on_device = self.sharding.parameter(local, self.sharded.requires_grad)
         vars(on_device).update(vars(self.sharded))
         torch.utils.swap_tensors(self.sharded, on_device)
-        if self._gradient_dtype is not _SAME_DTYPE:
-            self.sharded.grad_dtype = self._gradient_dtype
+        self._carry_attributes(self.sharded)
         self.set_local(local)
 
     @property
@@ -313,8 +309,6 @@ class ShardedParameter:
         if registered is self.sharded:
             # ``to`` and ``to_empty`` swap tensors, and with them their attributes and ``grad_dtype``.
             self._carry_attributes(registered)
-            if self._gradient_dtype is not _SAME_DTYPE:
-                registered.grad_dtype = self._gradient_dtype
             return False
         if in_functional_call():
             return True
@@ -352,8 +346,6 @@ class ShardedParameter:
         self.unsharded = as_parameter(self.sharding.wrap_full(data), self.kind, self.trainable)
         _by_tensor_id[id(self.unsharded)] = self
         self._carry_attributes(self.unsharded)
-        if self._gradient_dtype is not _SAME_DTYPE:
-            self.unsharded.grad_dtype = self._gradient_dtype
         if self.unsharded.requires_grad:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
 
@@ -371,16 +363,6 @@ class ShardedParameter:
             self.unsharded.requires_grad_(self.trainable)
         if self.trainable and not cast(Any, self.unsharded)._post_accumulate_grad_hooks:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
-
-    def _complete_gradient(self, gradient: torch.Tensor | None, sum_dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the sum of ``gradient``, from autograd, and of the accumulated microbatches."""
-        inner = self.sharding.inner
-        if gradient is not None and inner is not None:
-            gradient = inner.local_gradient(gradient, sum_dtype)
-        if self.accumulated is None:
-            return gradient
-        accumulated, self.accumulated = self.accumulated, None
-        return accumulated if gradient is None else accumulated.add_(gradient)
 
     def accumulate_gradient(self, dtype: torch.dtype) -> None:
         """Keep this microbatch's gradient for a later reduction, summed in ``dtype``.
@@ -432,12 +414,13 @@ class ShardedParameter:
         """Record ``parameter`` as a form of this sharded parameter, and give it the user's attributes."""
         _by_tensor_id[id(parameter)] = self
         self._carry_attributes(parameter)
-        if self._gradient_dtype is not _SAME_DTYPE:
-            parameter.grad_dtype = self._gradient_dtype
-        elif parameter.grad_dtype != parameter.dtype:
+        if self._gradient_dtype is _SAME_DTYPE and parameter.grad_dtype != parameter.dtype:
             parameter.grad_dtype = parameter.dtype
 
     def _carry_attributes(self, parameter: nn.Parameter) -> None:
+        """Give ``parameter`` the user's attributes, and the ``grad_dtype`` if the user has set one."""
+        if self._gradient_dtype is not _SAME_DTYPE:
+            parameter.grad_dtype = self._gradient_dtype
         for name, value in self._attributes.items():
             if name not in vars(parameter):
                 setattr(parameter, name, value)
@@ -472,8 +455,12 @@ def take_gradients(parameters: Iterable[ShardedParameter], sum_dtype: torch.dtyp
         gradient, unsharded.grad = unsharded.grad, None
         if gradient is not None and gradient.is_sparse:  # of an embedding: a message has the elements of all parameters
             gradient = gradient.to_dense()
-        if parameter.accumulated is not None or parameter.sharding.inner is not None:
-            gradient = parameter._complete_gradient(gradient, sum_dtype)
+        inner = parameter.sharding.inner
+        if gradient is not None and inner is not None:
+            gradient = inner.local_gradient(gradient, sum_dtype)
+        if parameter.accumulated is not None:
+            accumulated, parameter.accumulated = parameter.accumulated, None
+            gradient = accumulated if gradient is None else accumulated.add_(gradient)
         gradients.append(gradient)
     return gradients
 
@@ -494,7 +481,10 @@ def accept_gradients(parameters: Iterable[ShardedParameter], shards: Iterable[to
                 spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
             gradient: Any = new(DTensor, local, spec, requires_grad=False)
             if sharded._backward_hooks:
-                gradient = _after_hooks(sharded._backward_hooks, gradient)
+                with _with_torch_function():
+                    for hook in tuple(sharded._backward_hooks.values()):
+                        replacement = hook(gradient)
+                        gradient = gradient if replacement is None else replacement
             # Set it, or add it to that of earlier microbatches.
             if sharded.grad is None:
                 sharded.grad = gradient
@@ -504,15 +494,6 @@ def accept_gradients(parameters: Iterable[ShardedParameter], shards: Iterable[to
                 with _with_torch_function():
                     for hook in tuple(sharded._post_accumulate_grad_hooks.values()):
                         hook(sharded)
-
-
-def _after_hooks(hooks: Mapping[int, Callable[[Any], Any]], gradient: Any) -> Any:
-    """Return ``gradient``, or what the user's ``hooks`` return in place of it."""
-    with _with_torch_function():
-        for hook in tuple(hooks.values()):
-            replacement = hook(gradient)
-            gradient = gradient if replacement is None else replacement
-    return gradient
 
 
 def has_grad_dtype(tensor: torch.Tensor) -> bool:

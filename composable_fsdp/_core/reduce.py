@@ -221,7 +221,8 @@ class BucketReducer:
         dtype = packed[0].dtype if packed else rows.dtype
         # Where the fused operation is composed of others, a cast of all and the padding of one are further copies.
         copied = layout.most_uneven if dtype == rows.dtype else rows.numel()
-        is_fast = self.pgs.device.fuses_copies or copied * rows.itemsize <= SMALL_BYTES
+        fuses_copies = self.pgs.device.has_streams
+        is_fast = fuses_copies or copied * rows.itemsize <= SMALL_BYTES
         if layout.in_chunks and is_complete and is_fast and _are_alike(packed):
             num_shards = self._shard.size
             if layout.gaps:  # To fill the whole message with zeros first would write most of it twice.
@@ -232,7 +233,7 @@ class BucketReducer:
                     packed.insert(number, zeros[gap])
             if layout.flags_width:
                 packed.append(torch.ones(num_shards * layout.flags_width, dtype=dtype, device=self.device))
-            if dtype == rows.dtype or self.pgs.device.fuses_copies:
+            if dtype == rows.dtype or fuses_copies:
                 torch._chunk_cat(packed, 0, num_shards, out=rows)
             else:  # one cast of all takes a fifth of the time of one for each
                 rows.copy_(torch._chunk_cat(packed, 0, num_shards))

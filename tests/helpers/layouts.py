@@ -30,8 +30,14 @@ def shards_of_one_bucket(draw: st.DrawFn) -> tuple[TensorShards, ...]:
 
 def spec_of(name: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype, trainable: bool = True) -> ParameterSpec:
     """Return the spec of a parameter that is stored, computed with and reduced in ``dtype``."""
-    names = ("dtype", "compute_dtype", "reduce_dtype", "gradient_dtype", "arriving_dtype")
-    return ParameterSpec(name, shape, dim, trainable, **dict.fromkeys(names, dtype))
+    return ParameterSpec(
+        *(name, shape, dim, trainable),
+        dtype=dtype,
+        compute_dtype=dtype,
+        reduce_dtype=dtype,
+        gradient_dtype=dtype,
+        arriving_dtype=dtype,
+    )
 
 
 NEVER_ZERO_COPY = 1 << 62

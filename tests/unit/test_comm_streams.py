@@ -75,7 +75,7 @@ class SimulatedEvent:
 
 def stream_of(module: Any, name: str) -> CommStream:
     has_streams = module is not torch.cpu
-    return CommStream(name, DeviceCapabilities(module, has_streams=has_streams, fuses_copies=False), priority=-1)
+    return CommStream(name, DeviceCapabilities(module, has_streams=has_streams), priority=-1)
 
 
 def launch(log: list[str], name: str) -> LoggedWork:
@@ -206,9 +206,7 @@ def test_memory_of_a_failed_launch_is_not_used_again_before_its_copies_are_done(
 
 def test_copies_of_the_next_collective_wait_for_none_in_flight() -> None:
     device = SimulatedDevice()
-    stream = CommStream(
-        "gather", DeviceCapabilities(device, has_streams=True, fuses_copies=False), 0, copies_ahead=True
-    )
+    stream = CommStream("gather", DeviceCapabilities(device, has_streams=True), 0, copies_ahead=True)
     log = device.log
 
     def start(name: str) -> Any:
