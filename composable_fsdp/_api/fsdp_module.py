@@ -7,15 +7,15 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import ref
 
 import torch
 from torch import nn
 
-from composable_fsdp._api.allocate_shards import allocated_shards
+from composable_fsdp._api.conversions import allocated_shards, gradients_keep_their_dtype, takes_conversion
 from composable_fsdp._api.group_setters import (
     check_between_steps,
     check_count,
@@ -31,8 +31,7 @@ from composable_fsdp._api.torch_types import (
 )
 from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.deepcopy import copy_sharded
-from composable_fsdp._core.events import HELD_GRADIENTS, GradientState, ParameterState
-from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.events import GradientState, ParameterState
 from composable_fsdp._core.hooks import hooked_forward, root_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root
@@ -126,7 +125,7 @@ class FSDPModule(TorchFSDPModule):
         """
         state = _state(self)
         state.drain_before_changes()
-        with _async_op_passed(state, async_op):
+        with _custom_comm().unshard_async_op(state, async_op) if _has_custom_collectives(state) else nullcontext():
             root_of(state).unshard_explicitly(state)
         handle = UnshardHandle(state)
         if async_op:
@@ -143,11 +142,10 @@ class FSDPModule(TorchFSDPModule):
     def reset_iter_state(self) -> None:
         """Return all ranks to a state in which a new step can begin, after an exception anywhere in the step.
 
-        Completes or drops collectives in flight, reshards every group of the root, and drops all gradients of its
-        sharded parameters: reduced ones, and those accumulated with ``set_requires_gradient_sync(False)``. Repeat the
-        step from its first microbatch, with or without ``zero_grad``. Residuals of ``ErrorFeedback`` are restored to
-        their values before the step. All ranks must call this method; they wait for each other. A rank that waits in
-        forward or backward for one that has called it raises a ``PeerError``.
+        Completes or drops collectives in flight, reshards every group of the root, drops all gradients of its sharded
+        parameters, accumulated ones too, and restores residuals of ``ErrorFeedback``. Repeat the step from its first
+        microbatch. All ranks must call this method; they wait for each other. A rank that waits in forward or backward
+        for one that has called it raises a ``PeerError``.
 
         Raises:
             PeerError: some ranks did not call it within the timeout of the process group. The text names them.
@@ -176,8 +174,8 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether parameters are freed after backward.
 
-        Parameters that stay unsharded are all-gathered again after an optimizer step. A group whose parameters are all
-        frozen is gathered once, and again only after an in-place change of its shards.
+        Parameters that stay unsharded are all-gathered again after an optimizer step, those of a frozen group only
+        after an in-place change of its shards.
         """
         _change(self, recurse, reshard_after_backward=reshard_after_backward)
 
@@ -263,10 +261,9 @@ class FSDPModule(TorchFSDPModule):
         Returns:
             for each sharded parameter with such gradients: this rank's full gradient, summed without gradient
             synchronization (a ``DTensor`` on a tensor-parallel mesh), and this rank's shard of gradients that are
-            reduced over the shard axis only (``set_requires_all_reduce(False)``, or ``no_sync(sharded=True)``). Either
-            is ``None`` if there is none. Their dtype is that of the reduction. The shard is of the sum, and the
-            division comes later; but NCCL computes the mean over the shard axis, unless another divide factor is set
-            or ``set_force_sum_reduction_for_comms``, and fp16 sums are divided by a power of two already.
+            reduced over the shard axis only (``set_requires_all_reduce(False)``, or ``no_sync(sharded=True)``), or
+            ``None``, in the dtype of the reduction. The shard is of the sum, and is divided later; but NCCL computes
+            the mean over the shard axis by default, and fp16 sums are divided by a power of two already.
         """
         found: dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         for state in _states(self, recurse):
@@ -297,9 +294,8 @@ class FSDPModule(TorchFSDPModule):
         check_factor(factor)
         _change_reduction(self, divide_factor=float(factor))
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Older name of :meth:`set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+    """Older name."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether collectives always sum and the division follows, even if the backend can average."""
@@ -316,12 +312,11 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether ranks may use different parameters in one step, or skip modules in forward or backward.
 
-        All ranks then run the collectives of the sharded modules below the root in the order of registration. A rank
-        takes part in the collectives of the modules that it skips, with zero gradients. Each module must run at most
-        once per forward, in that order, and the loss of every rank must depend on at least one of these modules. Every
-        trainable parameter of these modules gets a gradient in each backward that synchronizes, zeros if no rank used
-        it; an optimizer then applies weight decay and momentum to it. Nothing is prefetched if
-        ``set_schedule(max_unsharded_bytes=...)`` sets a bound.
+        All ranks then run the collectives of the sharded modules below the root in the order of registration, for
+        modules that a rank skips with zero gradients. Each module must run at most once per forward, in that order, and
+        the loss of every rank must depend on at least one of them. Each trainable parameter gets a gradient in each
+        backward that synchronizes, zeros if no rank used it, to which an optimizer applies weight decay and momentum.
+        Nothing is prefetched under a bound of ``set_schedule(max_unsharded_bytes=...)``.
 
         Without this setting, ranks may use different parameters of one group, as long as their backwards complete the
         groups in the same order. The ``grad`` of a parameter that no rank used then stays ``None``.
@@ -341,8 +336,7 @@ class FSDPModule(TorchFSDPModule):
 
         Each reduction in flight holds its input buffer in memory. The default is 1 on CPU. On accelerators it is as
         many as have together hardly more bytes than the gradients of the largest module among them, or than 1 MiB. The
-        largest number set on any module of the root applies. The gradients of a large module are reduced in several
-        buckets.
+        largest number set on any module of the root applies.
 
         Raises:
             ConfigurationError: not an int of at least 1.
@@ -366,9 +360,9 @@ class FSDPModule(TorchFSDPModule):
         Args:
             prefetch_limit: how many groups are prefetched ahead of the running one, in forward and backward. The
                 default is 1, which hides communication as long as an all-gather takes less time than the module before
-                it computes. If it takes longer, higher limits help, at the cost of the memory of each prefetched group.
-                On accelerators, the last groups of forward, one more than that, stay unsharded for backward. 0
-                prefetches nothing. Explicit prefetch lists still apply. Groups that share one all-gather count as one.
+                it computes. Higher limits help if it takes longer, and cost memory. On accelerators, the last groups of
+                forward, one more than that, stay unsharded for backward. 0 prefetches nothing. Explicit prefetch lists
+                still apply. Groups that share one all-gather count as one.
             max_unsharded_bytes: groups are prefetched, or kept for backward, only while all unsharded parameters
                 together take at most that many bytes on this rank. The parameters of a module that runs are always
                 gathered. ``None``, the default, sets no bound; 0 prefetches nothing.
@@ -406,9 +400,8 @@ class FSDPModule(TorchFSDPModule):
         With gloo, a collective that ranks enter with different parameters ends the process, or mixes their values.
         Ranks that share memory always compare, at no cost. With other backends, such as NCCL, ranks compare through the
         store of the job; more than 64 ranks only at level ``"always"``. Call it on the root, with the same level on all
-        ranks. The environment variable ``COMPOSABLE_FSDP_ORDER_CHECK`` sets the level of all roots. If several models
-        share one process group, the level that was set last, or that of the model whose first forward began last,
-        applies to all of them.
+        ranks. ``COMPOSABLE_FSDP_ORDER_CHECK`` in the environment sets the level of all roots. Models that share a
+        process group have one level, that of the last call or first forward.
 
         Args:
             level: ``"first"``, the default, compares an operation only if it has not followed the operation before it
@@ -467,7 +460,7 @@ class FSDPModule(TorchFSDPModule):
     def set_custom_reduce_scatter(self, comm: object) -> None:
         """Use ``comm`` for this module's reduce-scatters over its shard axis.
 
-        Gradients with a codec, or with reduce-scatter hooks, use an all-to-all instead and do not go through ``comm``.
+        Gradients with a codec use an all-to-all instead and do not go through ``comm``.
 
         Args:
             comm: as for :meth:`set_custom_all_gather`. ``allocate`` returns the input and then the output; the reduced
@@ -487,9 +480,9 @@ class FSDPModule(TorchFSDPModule):
         Args:
             hook: takes a 1-d tensor in the reduce dtype: this rank's shards of all gradients with equal dtypes,
                 concatenated without padding, zeros for a parameter without a gradient. It changes the tensor in place,
-                for example by an all-reduce over ranks outside the mesh. The gradients are divided already, except
-                after ``set_force_sum_reduction_for_comms(True)`` and for fp16 reductions, as with FSDP2. It is called
-                equally often on every rank. ``None`` removes the hook.
+                for example by an all-reduce over ranks outside the mesh. Gradients are divided already, except after
+                ``set_force_sum_reduction_for_comms(True)`` and for fp16 reductions, as with FSDP2. Called equally often
+                on every rank. ``None`` removes the hook.
             stream: the stream on which the hook runs on an accelerator. ``None`` is the stream of the reduction.
 
         Raises:
@@ -521,8 +514,6 @@ class FSDPModule(TorchFSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether communication buffers come from the allocator of the backend, if it has one (as NCCL has).
 
-        Such an allocator keeps its memory for itself, also where expandable segments are on: that is warned of once.
-
         Raises:
             ConflictError: after ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, whose ``allocate`` decides.
         """
@@ -534,12 +525,19 @@ class FSDPModule(TorchFSDPModule):
             )
         settings: str = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
         if enable and "expandable_segments:true" in settings.lower():
-            _note_separate_pool()
+            _log_once(
+                "set_allocate_memory_from_process_group_for_comm(True) with expandable segments: messages are in the "
+                "memory of the backend's allocator, which has no such segments and shares none with the rest. Leave "
+                "out one of them if memory is short."
+            )
         _custom_comm().choose([state], pooled=enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Do nothing, and log that once: messages are in ordinary memory. Results are the same."""
-        _note_symmetric_memory()
+        _log_once(
+            "set_symm_mem_for_comm has no effect in this version: messages are in ordinary memory. Results are the "
+            "same. set_allocate_memory_from_process_group_for_comm() takes memory that the backend has registered."
+        )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Set the ``async_op`` argument of custom all-gathers. Built-in all-gathers are always asynchronous."""
@@ -560,12 +558,12 @@ class FSDPModule(TorchFSDPModule):
         states, unchanged = _states(self, recurse=True), []
         for state in states:
             state.drain_before_changes()
-            if not _takes_conversion(state.group, fn):
+            if not takes_conversion(state.group, fn):
                 unchanged.append(state)
         with ExitStack() as kept:
             for state in states:
                 state.reshard()
-                kept.enter_context(_gradients_keep_their_dtype(state.group))
+                kept.enter_context(gradients_keep_their_dtype(state.group))
             with ExitStack() as hidden:
                 for state in unchanged:
                     hidden.enter_context(state.group.registration.hidden())
@@ -581,16 +579,20 @@ class FSDPModule(TorchFSDPModule):
             root.drain_before_zero()  # reductions in flight would set gradients later
         for state in states:
             group, parameters = state.group, _parameters_below(self, state)
-            has_all = len(parameters) == len(group.parameters)
-            if has_all and (
-                set_to_none or group.gradient_state is GradientState.ARRIVING
-            ):  # those of a failed backward
+            # Gradients that are not reduced; those of a failed backward cannot be kept as zeros.
+            drops = set_to_none or group.gradient_state is GradientState.ARRIVING
+            if drops and len(parameters) == len(group.parameters):
                 group.drop_gradients()
             else:
                 group.zero_gradients(parameters, set_to_none=set_to_none)
-            is_sharded = state.group.parameter_state is ParameterState.SHARDED
-            if not is_sharded or not state.group.registration.is_current:  # ``super`` sees registered ones only
-                _zero_sharded(parameters, set_to_none=set_to_none)
+            # Those of sharded parameters that are not registered, which ``super`` does not see.
+            if group.parameter_state is ParameterState.SHARDED and group.registration.is_current:
+                continue
+            for sharded in (parameter.sharded for parameter in parameters):
+                if set_to_none:
+                    sharded.grad = None
+                elif sharded.grad is not None:
+                    sharded.grad.zero_()
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -747,16 +749,6 @@ def _parameters_below(module: object, state: FSDPState) -> Sequence[ShardedParam
     return [each for each in state.group.parameters if any(id(owner) in own for owner, _ in each.owners)]
 
 
-def _zero_sharded(parameters: Sequence[ShardedParameter], *, set_to_none: bool) -> None:
-    """Reset the sharded gradients of ``parameters``."""
-    for parameter in parameters:
-        gradient = parameter.sharded.grad
-        if set_to_none:
-            parameter.sharded.grad = None
-        elif gradient is not None:
-            gradient.zero_()
-
-
 def _states(module: object, recurse: bool) -> list[FSDPState]:
     assert isinstance(module, nn.Module)
     return states_below(module) if recurse else [state_of(module)]
@@ -779,63 +771,14 @@ def _sharded_states(taker: str, modules: Sequence[nn.Module | TorchFSDPModule]) 
     return [_state(module) for module in modules]
 
 
-@functools.cache  # so it is said once
-def _note_symmetric_memory() -> None:
-    logger.warning(
-        "set_symm_mem_for_comm has no effect in this version: messages are in ordinary memory. Results are the same. "
-        "set_allocate_memory_from_process_group_for_comm() takes messages from memory that the backend has registered."
-    )
-
-
-@functools.cache
-def _note_separate_pool() -> None:
-    logger.warning(
-        "set_allocate_memory_from_process_group_for_comm(True) with expandable segments: the memory of messages is of "
-        "the backend's allocator, which has no expandable segments and shares no memory with the rest. Leave out one "
-        "of them if memory is short."
-    )
+_log_once = functools.cache(logger.warning)
 
 
 def _has_custom_collectives(state: FSDPState) -> bool:
     return not all(pgs.channels.can_be_shared for pgs in state.group.process_groups)
 
 
-def _async_op_passed(state: FSDPState, async_op: bool) -> AbstractContextManager[None]:
-    """Return a context in which custom all-gathers of ``state`` get the argument ``async_op``."""
-    if not _has_custom_collectives(state):
-        return nullcontext()
-    return cast("AbstractContextManager[None]", _custom_comm().unshard_async_op(state, async_op))
-
-
 def _custom_comm() -> Any:
     from composable_fsdp.plugins import custom_comm
 
     return custom_comm
-
-
-def _takes_conversion(group: ParamGroup, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Return False if gradients are held and ``convert`` changes no parameter, so that these must be left out.
-
-    Raises:
-        LifecycleError: ``to`` and the like would lose gradients; or the user has changed ``grad_dtype`` after sharding.
-    """
-    group.check_grad_dtypes()
-    with torch.no_grad():
-        if group.gradient_state in HELD_GRADIENTS and all(convert(p.local) is p.local for p in group.parameters):
-            return False
-    group.check_nothing_held()
-    return True
-
-
-@contextmanager
-def _gradients_keep_their_dtype(group: ParamGroup) -> Iterator[None]:
-    """Take off gradients whose dtype was chosen by ``grad_dtype``, so that ``to`` converts them to no other."""
-    gradients = {p: gradient for p in group.parameters if p.has_grad_dtype and (gradient := p.sharded.grad) is not None}
-    for parameter in gradients:
-        parameter.sharded.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.sharded.grad_dtype = parameter.grad_dtype  # a conversion resets it
-            parameter.sharded.grad = gradient.to(parameter.sharded.device)

@@ -16,7 +16,7 @@ from composable_fsdp._api.strategy import ShardingStrategy, StrategyName, resolv
 from composable_fsdp._api.torch_types import (
     as_mesh_dims,
     as_mixed_precision_policy,
-    as_offload_policy,
+    as_offload_policies,
     as_strategy,
     sharded_by_torch,
 )
@@ -138,6 +138,7 @@ def fully_shard(
     """
     if unknown:
         raise _unknown_argument(next(iter(unknown)))
+    # With a policy: call this again for each group.
     if policy is not None:
         from composable_fsdp._api.apply_policy import shard_by_policy
 
@@ -145,60 +146,71 @@ def fully_shard(
         del options["unknown"], options["shard_by_policy"]
         shard_by_policy(_as_model(options.pop("module")), options.pop("policy"), fully_shard, options)
         return module
+    # Turn torch's objects and names into ours.
     if strategy is not None:
         resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
         mesh, reshard_after_forward = resolved.mesh, resolved.reshard_after_forward
-    precision = as_mixed_precision_policy(mp_policy)
-    offload: OffloadPolicy | dict[str, OffloadPolicy] = (
-        {name: as_offload_policy(each) for name, each in offload_policy.items()}
-        if isinstance(offload_policy, Mapping)
-        else as_offload_policy(offload_policy)
-    )
+    precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policies(offload_policy)
     modules = _as_modules(module)
+    # Refuse modules that cannot be sharded.
     for each in modules:
         _check_module(each)
     check_observers()
     for observer in OBSERVERS:
         observer.before_sharding(modules)
+    # Find the ranks, and what to leave alone.
     axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
     ignored = find_ignored(modules, ignored_params, ignored_modules)
+    # Give parameters on meta their values.
     if param_init_fn is not None:
         from composable_fsdp.init.materialize import materialize_meta
 
         for each in modules:
             materialize_meta(each, param_init_fn, ignored)
     with outside_callers_context():
-        below = [nested for each in modules for nested in each.modules()]
-        owner_states = list(dict.fromkeys((*map(state_of, shared_from), *tied_owner_states(below))))
-        discovery = ParamDiscovery(
-            axes, full_mesh, shard_placement_fn, ignored.parameters, device is not None, owner_states
-        )
+        # Find the parameters that no call took.
+        codecs_of = None
         if comm_policy is not None:
             from composable_fsdp.plugins.codecs.attached import attached_codecs_of
 
-            discovery.communication_of = attached_codecs_of(comm_policy)
-        discovery.offload, discovery.precision = offload, precision
+            codecs_of = attached_codecs_of(comm_policy)
+        below = [nested for each in modules for nested in each.modules()]
+        owner_states = list(dict.fromkeys((*map(state_of, shared_from), *tied_owner_states(below))))
+        discovery = ParamDiscovery(
+            axes=axes,
+            full_mesh=full_mesh,
+            placement_of=shard_placement_fn,
+            ignored=ignored.parameters,
+            device_given=device is not None,
+            owner_states=owner_states,
+            communication_of=codecs_of,
+            offload=offload,
+            precision=precision,
+        )
         sources = discovery.collect(modules)
         if any(isinstance(source.offload, CPUOffloadPolicy) for source in sources):
             warn_without_cpu_backend(axes)
+        # Make the values of all ranks equal.
         if sync_module_states:
             from composable_fsdp.init.materialize import broadcast_module_states
 
             other_meshes = {id(s.tensor): s.sharding.axes.mesh for s in sources if s.sharding.axes is not axes}
             for each in modules:
                 broadcast_module_states(each, axes.mesh, ignored, other_meshes)
+        # Put sharded parameters in their places. Nothing after this refuses.
         cut = None
         if reshard.kind is ReshardKind.SMALLER:
             from composable_fsdp.plugins.smaller_mesh import cut_over
 
             cut = cut_over((axes, *(source.sharding.axes for source in sources)), reshard.mesh_size)
         name = ", ".join(type(each).__name__ for each in modules)
-        classes = [sharded_class(type(each)) for each in modules]  # before anything changes: may raise
+        classes = [sharded_class(type(each)) for each in modules]
         group = ParamGroup(name, sources, axes)
         group.cut = cut
         for source, parameter in zip(sources, group.parameters, strict=True):
             note_replaced(source, parameter, name)
+        # Hook the modules, and change their classes.
         state = FSDPState(_outermost(modules), group, Options(reshard, precision), owner_states)
         handles = install_hooks(state)
         optimizer_hooks.keep_for(state)
@@ -206,6 +218,7 @@ def fully_shard(
         for each, its_class in zip(modules, classes, strict=True):
             state.attach(each)
             each.__class__ = its_class
+        # Tell the plugins.
         for observer in OBSERVERS:
             observer.after_sharding(state, {each: handles.get(each) for each in modules})
             for source, parameter in zip(sources, group.parameters, strict=True):

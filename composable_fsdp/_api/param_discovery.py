@@ -44,10 +44,6 @@ def _by_name(given: OffloadPolicy | Mapping[str, OffloadPolicy], names: Sequence
     return {name: given.get(name, OffloadPolicy()) for name in names}
 
 
-def _no_codec(_: nn.Parameter) -> None:
-    """Return no codecs: parameters are communicated in the dtype of computation."""
-
-
 @dataclass
 class ParamDiscovery:
     """Finds the parameters of one ``fully_shard`` call.
@@ -59,7 +55,7 @@ class ParamDiscovery:
         ignored: ids of parameters to skip.
         device_given: True if the user named the device, so that parameters are moved there from any other device.
         owner_states: FSDP states whose parameters these modules may use too.
-        communication_of: returns the codecs of each parameter.
+        communication_of: returns the codecs of each parameter; ``None`` if there are none.
         offload: the policy of all parameters, or those of parameters by name.
         precision: the policy of the call.
     """
@@ -68,11 +64,11 @@ class ParamDiscovery:
     full_mesh: FullMesh | None
     placement_of: PlacementFunction | None
     ignored: Collection[int]
-    device_given: bool = False
-    owner_states: Sequence[FSDPState] = ()
-    communication_of: Callable[[nn.Parameter], Hashable | None] = _no_codec
-    offload: OffloadPolicy | Mapping[str, OffloadPolicy] = OffloadPolicy()  # noqa: RUF009 (frozen)
-    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
+    device_given: bool
+    owner_states: Sequence[FSDPState]
+    communication_of: Callable[[nn.Parameter], Hashable | None] | None
+    offload: OffloadPolicy | Mapping[str, OffloadPolicy]
+    precision: MixedPrecisionPolicy
     _axes_of: dict[tuple[DeviceMesh, str, float | None], DataParallelAxes] = field(default_factory=dict)
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
@@ -91,15 +87,14 @@ class ParamDiscovery:
                     continue
                 found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
         self._check_devices({name: parameter for name, _, parameter, _ in found.values()}, modules)
-        names = [name for name, _, _, _ in found.values()]
-        offloads = _by_name(self.offload, names)
+        offloads, codecs_of = _by_name(self.offload, [name for name, *_ in found.values()]), self.communication_of
         return [
             ParameterSource(
                 name,
                 parameter,
                 tuple(owners),
                 self._sharding(name, parameter, module_name),
-                self.communication_of(parameter),
+                None if codecs_of is None else codecs_of(parameter),
                 offloads[name],
                 self.precision.of_parameter(name, parameter),
             )
@@ -120,11 +115,9 @@ class ParamDiscovery:
     def _find_shared(self, parameter: nn.Parameter) -> tuple[FSDPState, ShardedParameter] | None:
         """Return the state and parameter that replaced ``parameter``, if one of ``owner_states`` has sharded it."""
         taken = find_replaced(parameter)
-        sharded = taken.parameter() if taken is not None else None
-        for owner in self.owner_states:
-            if sharded in owner.group.parameters and sharded is not None:
-                return owner, sharded
-        return None
+        sharded = None if taken is None else taken.parameter()
+        state = state_of_parameter(sharded)
+        return (state, sharded) if state in self.owner_states else None
 
     def _register_shared(
         self, held: tuple[FSDPState, ShardedParameter], owner: nn.Module, attribute: str, place: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar, cast
 
@@ -43,8 +44,12 @@ def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
     return _as_ours(policy, MixedPrecisionPolicy, "mp_policy", "a MixedPrecisionPolicy")
 
 
-def as_offload_policy(policy: object) -> OffloadPolicy:
-    """``None`` offloads nothing."""
+def as_offload_policies(policy: object) -> OffloadPolicy | dict[str, OffloadPolicy]:
+    """Return one policy, or those of a mapping by name. ``None`` offloads nothing."""
+    return {n: _as_offload(p) for n, p in policy.items()} if isinstance(policy, Mapping) else _as_offload(policy)
+
+
+def _as_offload(policy: object) -> OffloadPolicy:
     if policy is None:
         return OffloadPolicy()
     is_cpu = issubclass(policy if isinstance(policy, type) else type(policy), torch_fsdp.CPUOffloadPolicy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import compress
 from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
@@ -28,6 +27,7 @@ from composable_fsdp._core.events import (
     after,
 )
 from composable_fsdp._core.gather import (
+    GATHER_KINDS,
     AllGather,
     AnyBucket,
     Bucket,
@@ -63,59 +63,6 @@ _AFTER_REDUCE, _AFTER_COMPLETE = after(GRADIENT_TRANSITIONS, _REDUCE), after(GRA
 
 def _nobody() -> None:
     return None
-
-
-class GatherKind:
-    """A way for full parameters to come into memory: it claims parameters of one group, and makes their buckets.
-
-    Derive from it, and append the class to :data:`GATHER_KINDS`. Each group makes one object. The first kind that
-    claims a parameter has it; :class:`Bucket` has those that none claims.
-    """
-
-    def __init__(self, group: ParamGroup) -> None:
-        self._group = ref(group)  # the group owns its kinds
-
-    @property
-    def group(self) -> ParamGroup:
-        group = self._group()
-        assert group is not None
-        return group
-
-    def reserve(self) -> None:
-        """Prepare a group that all ranks make together. They may communicate."""
-
-    def find(self) -> None:
-        """Look at the parameters before buckets are made. Their local tensors may have been replaced."""
-
-    def claim(self, parameter: ShardedParameter) -> GatherClaim | None:
-        """Return the claim on ``parameter``, the same on all ranks, or ``None`` if this kind does not serve it."""
-        return None
-
-    def make(self, plan: BucketPlan) -> AnyBucket:
-        """Make the bucket of parameters that this kind has claimed."""
-        raise NotImplementedError
-
-    def has_changed(self) -> bool:
-        """Return True if the local tensors, as they are, need other buckets."""
-        return False
-
-    def before_replacement(self, parameter: ShardedParameter, local: torch.Tensor) -> None:
-        """Note that the user has replaced the local tensor of ``parameter`` by ``local``."""
-
-    @staticmethod
-    def cut(
-        name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device
-    ) -> torch.Tensor | None:
-        """Return the shard of ``rank`` of parameter ``name``, or ``None`` if it may be a plain tensor."""
-        return None
-
-    @staticmethod
-    def check_copy(name: str, local: torch.Tensor, copy: torch.Tensor) -> None:
-        """Raise an error if a copied group cannot use ``copy`` of the local tensor of parameter ``name``."""
-
-
-GATHER_KINDS: list[type[GatherKind]] = []
-"""The gather kinds of all groups that are made from now on."""
 
 
 def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
@@ -532,14 +479,8 @@ class ParamGroup:
 
     def _misplaced(self, locals_: Sequence[torch.Tensor]) -> dict[str, tuple[torch.device, torch.device]]:
         """Return the device and the rest device of each shard that is not where it rests, by name."""
-        devices = {
-            p.name: (local.device, self.rest_device_of(p)) for p, local in zip(self.parameters, locals_, strict=True)
-        }
-        return {
-            name: (device, rest_device)
-            for name, (device, rest_device) in devices.items()
-            if device.type != rest_device.type
-        }
+        found = zip(self.parameters, locals_, map(self.rest_device_of, self.parameters), strict=True)
+        return {p.name: (local.device, rest) for p, local, rest in found if local.device.type != rest.type}
 
     def _sync_requires_grad(self) -> bool:
         """Update the plan, unless it needs other buckets, as ``_promoted`` may say; return whether it did."""
@@ -567,18 +508,12 @@ class ParamGroup:
             )
         # Values elsewhere, by name, and where they should be.
         misplaced = self._misplaced(self._locals())
-        elsewhere = {name: str(device) for name, (device, _) in misplaced.items()}
-        if len({self.rest_device_of(p) for p in self.parameters}) > 1:
-            at_rest = {name: rest.type for name, (_, rest) in misplaced.items()}
-            return DeviceError(
-                f"shards of {self.name!r} are elsewhere than their offload policies say: {elsewhere}, not {at_rest}. "
-                "Leave out model.to(...): fully_shard has put each where it belongs."
-            )
-        rest = self.rest_device_of(self.parameters[0])
-        why = "are offloaded to CPU" if self.is_offloaded else f"rest on {rest.type}, the device of the mesh"
+        found = {name: f"{device}, not {rest.type}" for name, (device, rest) in misplaced.items()}
+        rests = {self.rest_device_of(p).type for p in self.parameters}
+        move = "Leave out model.to(...)" if len(rests) > 1 else f"Move them with model.to({rests.pop()!r})"
         return DeviceError(
-            f"shards of {self.name!r} {why}, but these parameters are elsewhere: {elsewhere}. "
-            f"Move them with model.to({rest.type!r})."
+            f"shards of {self.name!r} are elsewhere than on the device of the mesh, or on CPU if they are offloaded: "
+            f"{found}. {move}: fully_shard puts each where it belongs."
         )
 
     # -- parameters
@@ -842,11 +777,13 @@ class ParamGroup:
 def _promoted(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
     """Return ``specs`` with one reduce dtype for each pair of axes, to which those of trainable ones are promoted."""
     widest: dict[int, torch.dtype] = {}
-    real = [spec.reduce_dtype.is_floating_point for spec in specs]
-    for spec in compress(specs, real):
-        if spec.trainable:
-            widest[spec.axes] = torch.promote_types(widest.get(spec.axes, spec.reduce_dtype), spec.reduce_dtype)
+    for spec in specs:
+        dtype = spec.reduce_dtype
+        if spec.trainable and dtype.is_floating_point:
+            widest[spec.axes] = torch.promote_types(widest.get(spec.axes, dtype), dtype)
     return [
-        replace(spec, reduce_dtype=widest.get(spec.axes, spec.reduce_dtype)) if is_real else spec
-        for spec, is_real in zip(specs, real, strict=True)
+        replace(spec, reduce_dtype=widest[spec.axes])
+        if spec.axes in widest and spec.reduce_dtype.is_floating_point
+        else spec
+        for spec in specs
     ]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from composable_fsdp._api.allocate_shards import allocated_shards
+from composable_fsdp._api.conversions import allocated_shards
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.process_groups import broadcast_
 from composable_fsdp._consistency.verify_ranks import verify_same

@@ -29,7 +29,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("plugins",),
     ("checkpoint._archive",),
     ("optim", "testing", "checkpoint._coordination"),
-    ("_api.allocate_shards",),
+    ("_api.conversions",),
     ("init",),
     ("_api",),
     ("checkpoint._state_dict", "diagnostics"),
