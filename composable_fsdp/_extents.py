@@ -163,14 +163,8 @@ class ShardExtent:
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the full tensor ``whole``: a view if the part is one block, else a copy."""
         for dim, ranges in enumerate(self.ranges):
-            pieces = [whole.narrow(dim, r.start, len(r)) for r in ranges]
-            match pieces:
-                case []:
-                    whole = whole.narrow(dim, 0, 0)
-                case [piece]:
-                    whole = piece
-                case _:
-                    whole = torch.cat(pieces, dim)
+            pieces = [whole.narrow(dim, r.start, len(r)) for r in ranges or (range(0),)]
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
         return whole
 
 
@@ -181,7 +175,7 @@ def _cut(ranges: Ranges, cut: Cut) -> Ranges:
         block = blocks.owned_by(i)
         piece = ShardLayout(len(block), cut.ranks).owned_by(cut.rank)
         kept += _slice(ranges, block.start + piece.start, len(piece))
-    return tuple(_joined(kept))
+    return _joined(kept)
 
 
 def _slice(ranges: Ranges, start: int, length: int) -> Iterator[range]:
@@ -194,18 +188,14 @@ def _slice(ranges: Ranges, start: int, length: int) -> Iterator[range]:
         start = max(0, start - len(each))
 
 
-def _joined(ranges: Iterable[range]) -> Iterator[range]:
-    """Yield ``ranges`` with adjacent ones merged."""
-    last: range | None = None
+def _joined(ranges: Iterable[range]) -> Ranges:
+    """Return ``ranges`` with adjacent ones merged."""
+    joined: list[range] = []
     for each in ranges:
-        if last is not None and last.stop == each.start:
-            last = range(last.start, each.stop)
-            continue
-        if last is not None:
-            yield last
-        last = each
-    if last is not None:
-        yield last
+        if joined and joined[-1].stop == each.start:
+            each = range(joined.pop().start, each.stop)
+        joined.append(each)
+    return tuple(joined)
 
 
 def _with_local_offsets(ranges: Ranges) -> Iterator[tuple[int, int, int]]:

@@ -153,9 +153,19 @@ class MixedPrecisionPolicy:
     def note_reduce_dtype(self, parameter: str, compute: torch.dtype, gradient: torch.dtype | None) -> None:
         """Log once for these dtypes if another version of torch would reduce the gradients in another dtype."""
         depends = self.reduce_dtype is None and self.grad_dtype is None and compute.is_floating_point
-        if depends and gradient not in (None, compute) and (compute, gradient) not in _noted:
-            _noted.add((compute, gradient))
-            _note_reduce_dtype(parameter, compute, gradient)
+        if not depends or gradient in (None, compute) or (compute, gradient) in _noted:
+            return
+        _noted.add((compute, gradient))
+        if dist.is_initialized() and dist.get_rank():
+            return
+        texts = [(gradient, "from 2.15 on"), (compute, "up to 2.14")]
+        (ours, here), (other, there) = texts if _REDUCES_IN_GRADIENT_DTYPE else texts[::-1]
+        logger.warning(
+            f"Parameter {parameter} computes in {compute}, its gradient is kept in {gradient}, and its reduce_dtype is "
+            f"None. So its gradients are reduced in {ours}, as by FSDP2 of torch {here}; that of torch {there} reduces "
+            f"them in {other}. Pass mp_policy=MixedPrecisionPolicy(reduce_dtype={ours}) or reduce_dtype={other} to get "
+            "the same with every torch."
+        )
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -163,21 +173,8 @@ class MixedPrecisionPolicy:
         return self.param_dtype if self.cast_forward_inputs else None
 
 
-_noted: set[tuple[torch.dtype, torch.dtype]] = set()
-"""The dtypes of computation and gradient of which :func:`_note_reduce_dtype` was called."""
-
-
-def _note_reduce_dtype(parameter: str, compute: torch.dtype, gradient: torch.dtype) -> None:
-    if dist.is_initialized() and dist.get_rank():
-        return
-    here, there = ("from 2.15 on", "up to 2.14") if _REDUCES_IN_GRADIENT_DTYPE else ("up to 2.14", "from 2.15 on")
-    ours, other = (gradient, compute) if _REDUCES_IN_GRADIENT_DTYPE else (compute, gradient)
-    logger.warning(
-        "Parameter %s computes in %s, its gradient is kept in %s, and its reduce_dtype is None. So its gradients are "
-        "reduced in %s, as by FSDP2 of torch %s; that of torch %s reduces them in %s. Pass mp_policy="
-        "MixedPrecisionPolicy(reduce_dtype=%s) or reduce_dtype=%s to get the same with every torch.",
-        *(parameter, compute, gradient, ours, here, there, other, ours, other),
-    )
+_noted: set[tuple[torch.dtype, torch.dtype | None]] = set()
+"""The dtypes of computation and gradient of which :meth:`MixedPrecisionPolicy.note_reduce_dtype` has logged."""
 
 
 @dataclass(frozen=True)

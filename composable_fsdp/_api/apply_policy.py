@@ -99,11 +99,9 @@ def _options_of(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
     strategy, reshard = chosen.pop("strategy"), chosen["reshard_after_forward"]
     if "strategy" in own:
         reshard = own.get("reshard_after_forward")
-    keeps_own = "strategy" not in own and "reshard_after_forward" in own
-    if strategy is None:
-        return {**chosen, "reshard_after_forward": reshard}
-    dims = as_mesh_dims(chosen["dp_mesh_dims"])
-    resolved = resolve_strategy(as_strategy(strategy), chosen["mesh"], dims, None if keeps_own else reshard)
-    if not keeps_own:
-        reshard = resolved.reshard_after_forward
-    return {**chosen, "mesh": resolved.mesh, "reshard_after_forward": reshard}
+    if strategy is not None:
+        keeps_own = "strategy" not in own and "reshard_after_forward" in own
+        dims, given = as_mesh_dims(chosen["dp_mesh_dims"]), None if keeps_own else reshard
+        chosen["mesh"], resolved = resolve_strategy(as_strategy(strategy), chosen["mesh"], dims, given)
+        reshard = reshard if keeps_own else resolved
+    return {**chosen, "reshard_after_forward": reshard}

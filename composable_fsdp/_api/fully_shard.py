@@ -148,8 +148,8 @@ def fully_shard(
         return module
     # Turn torch's objects and names into ours.
     if strategy is not None:
-        resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
-        mesh, reshard_after_forward = resolved.mesh, resolved.reshard_after_forward
+        dims = as_mesh_dims(dp_mesh_dims)
+        mesh, reshard_after_forward = resolve_strategy(as_strategy(strategy), mesh, dims, reshard_after_forward)
     precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policies(offload_policy)
     modules = _as_modules(module)
     # Refuse modules that cannot be sharded.

@@ -117,7 +117,9 @@ class ParamDiscovery:
         taken = find_replaced(parameter)
         sharded = None if taken is None else taken.parameter()
         state = state_of_parameter(sharded)
-        return (state, sharded) if state in self.owner_states else None
+        if sharded is None or state is None or state not in self.owner_states:
+            return None
+        return state, sharded
 
     def _register_shared(
         self, held: tuple[FSDPState, ShardedParameter], owner: nn.Module, attribute: str, place: str

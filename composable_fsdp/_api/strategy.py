@@ -16,7 +16,7 @@ from composable_fsdp._core.mesh import known_meshes
 from composable_fsdp.errors import ConfigurationError, MeshError
 from composable_fsdp.policies import DataParallelMeshDims
 
-__all__ = ["Resolved", "ShardingStrategy", "StrategyName", "resolve_strategy"]
+__all__ = ["ShardingStrategy", "StrategyName", "resolve_strategy"]
 
 StrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 
@@ -74,21 +74,15 @@ _MEANING = {
 """The mesh of each strategy, and whether it frees parameters after forward."""
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """The ``mesh`` and ``reshard_after_forward`` arguments of ``fully_shard`` for a strategy."""
-
-    mesh: DeviceMesh
-    reshard_after_forward: bool | int | None
-
-
 def resolve_strategy(
     strategy: ShardingStrategy,
     mesh: DeviceMesh | None,
     dims: DataParallelMeshDims | None,
     reshard_after_forward: bool | int | None,
-) -> Resolved:
-    """Resolve a strategy: check the mesh given, or make one. Every rank must call it.
+) -> tuple[DeviceMesh, bool | int | None]:
+    """Return the mesh of a strategy, given and checked or made, and its ``reshard_after_forward``.
+
+    Every rank must call it.
 
     Raises:
         ConfigurationError: ``reshard_after_forward`` contradicts the strategy.
@@ -113,7 +107,7 @@ def resolve_strategy(
                 f"strategy={strategy.name} {kind.needs} but the mesh given replicates over {replicas or 1} and shards "
                 f"over {shards or 1} ranks. {_how_to_make(kind, mesh.device_type, (replicas or 1) * (shards or 1))}"
             )
-    return Resolved(mesh, reshard_after_forward)
+    return mesh, reshard_after_forward
 
 
 def _axis_sizes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> tuple[int | None, int | None]:

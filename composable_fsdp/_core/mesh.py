@@ -342,13 +342,6 @@ def shard_over_axes(parameter: torch.Tensor, axes: DataParallelAxes, dim: int) -
     return ParameterSharding(axes, dim, shape, join_meshes(axes.mesh, inner.mesh), placements, inner)
 
 
-def cuts(placement: Placement, dim: int) -> bool:
-    """Return True if ``placement`` shards tensor dim ``dim``. In some torch releases a strided shard is not a
-    ``Shard``.
-    """
-    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
-
-
 def shard_within(dim: int, later: Sequence[Placement], later_sizes: Sequence[int]) -> Placement:
     """Return the placement of a mesh axis that shards ``dim`` of a tensor already sharded by the axes ``later`` to its
     right.
@@ -356,7 +349,9 @@ def shard_within(dim: int, later: Sequence[Placement], later_sizes: Sequence[int
     DTensor reads a mesh from left to right, so a plain ``Shard`` means that the left axis sharded first. If an axis to
     the right was first, the shards interleave. A strided shard records into how many parts the dim was split by then.
     """
-    split = prod(size for placement, size in zip(later, later_sizes, strict=True) if cuts(placement, dim))
+    kinds = (Shard, _StridedShard)  # in some torch releases, a strided shard is not a ``Shard``
+    placed = zip(later, later_sizes, strict=True)
+    split = prod(size for placement, size in placed if isinstance(placement, kinds) and placement.dim == dim)
     return Shard(dim) if split == 1 else _StridedShard(dim, split_factor=split)
 
 

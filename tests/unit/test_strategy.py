@@ -61,10 +61,10 @@ def test_the_error_for_an_unknown_strategy_lists_all(given: object) -> None:
 )
 def test_the_default_mesh_is_made_once(strategy: str, shape, reshard: bool | None, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    resolved = resolve_strategy(ShardingStrategy[strategy], None, None, None)
-    assert tuple(resolved.mesh.shape) == shape
-    assert resolved.reshard_after_forward is reshard
-    assert resolve_strategy(ShardingStrategy[strategy], None, None, None).mesh is resolved.mesh
+    mesh, reshard_after_forward = resolve_strategy(ShardingStrategy[strategy], None, None, None)
+    assert tuple(mesh.shape) == shape
+    assert reshard_after_forward is reshard
+    assert resolve_strategy(ShardingStrategy[strategy], None, None, None)[0] is mesh
 
 
 @pytest.mark.behaviour("A-16")
@@ -73,7 +73,7 @@ def test_any_mesh_of_one_rank_serves_every_strategy(strategy: ShardingStrategy) 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     for mesh in (None, default_mesh(), init_device_mesh("cpu", (1, 1))):
-        assert resolve_strategy(strategy, mesh, None, None).mesh.size() == 1
+        assert resolve_strategy(strategy, mesh, None, None)[0].size() == 1
 
 
 @pytest.mark.parametrize(
@@ -108,17 +108,17 @@ def test_an_unsuitable_mesh_is_refused(strategy: str, shape: tuple[int, ...], me
 
 def test_suitable_meshes_are_used_unchanged() -> None:
     flat, replicas, both = (init_device_mesh("cpu", shape) for shape in ((8,), (8, 1), (2, 4)))
-    assert resolve_strategy(ShardingStrategy.SHARD_GRAD_OP, flat, None, None).mesh is flat
-    assert resolve_strategy(ShardingStrategy.NO_SHARD, replicas, None, None).mesh is replicas
+    assert resolve_strategy(ShardingStrategy.SHARD_GRAD_OP, flat, None, None)[0] is flat
+    assert resolve_strategy(ShardingStrategy.NO_SHARD, replicas, None, None)[0] is replicas
     for strategy in HYBRID:
-        assert resolve_strategy(strategy, both, None, None).mesh is both
+        assert resolve_strategy(strategy, both, None, None)[0] is both
 
 
 def test_named_dims_take_precedence_over_the_shape() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("host", "local", "tp"))
     both = DataParallelMeshDims(shard="local", replicate="host")
     for strategy in HYBRID:
-        assert resolve_strategy(strategy, mesh, both, None).mesh is mesh
+        assert resolve_strategy(strategy, mesh, both, None)[0] is mesh
     for dims in (DataParallelMeshDims(shard=("host", "local")), DataParallelMeshDims(replicate="host")):
         with pytest.raises(MeshError, match="needs a 2-d mesh"):
             resolve_strategy(ShardingStrategy.HYBRID_SHARD, mesh, dims, None)
@@ -161,5 +161,4 @@ def test_options_that_contradict_a_strategy_are_refused(strategy: str, reshard: 
 
 def test_options_that_agree_with_the_strategy_are_kept() -> None:
     for reshard in (True, 2, None):
-        resolved = resolve_strategy(ShardingStrategy.FULL_SHARD, None, None, reshard)
-        assert resolved.reshard_after_forward is reshard
+        assert resolve_strategy(ShardingStrategy.FULL_SHARD, None, None, reshard)[1] is reshard
