@@ -57,7 +57,6 @@ if TYPE_CHECKING:
         OffloadPolicy,
         cpu_offload_by_budget,
     )
-    from composable_fsdp.wrap.tied_weights import tie_groups
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -103,7 +102,6 @@ __all__ = [
     "step_schedule",
     "stream_changed_params",
     "stream_full_params",
-    "tie_groups",
     "to_empty",
     "unsharded_params",
 ]
@@ -141,7 +139,6 @@ _ON_FIRST_USE = FirstUse(
         "plugins.weight_stream.copies": "copy_params",
         "plugins.weight_stream.stream": "stream_full_params",
         "policies": "CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy OffloadPolicy cpu_offload_by_budget",
-        "wrap.tied_weights": "tie_groups",
     },
 )
 _SUBMODULES = (
@@ -155,10 +152,11 @@ _IN_PLACE = "is FSDP1's wrapper: fully_shard(module) shards a module in place: f
 _OTHER_NAMES = {
     **dict.fromkeys(("save", "load", "latest"), _IN_CHECKPOINT),
     **dict.fromkeys(("FSDP", "FullyShardedDataParallel"), _IN_PLACE),
+    "tie_groups": "is gone: name the owner of the parameters, fully_shard(head, shared_from=[embedding])",
     "reload_optimizer": "is gone: load the state dict of the offloaded optimizer into a new one",
     "summon_full_params": "is unsharded_params here: from composable_fsdp import unsharded_params",
 }
-"""The replacements of names that programs for other libraries import."""
+"""The replacements of names that programs for other libraries, or earlier versions, import."""
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._api.fsdp_module import sharded_class
-from composable_fsdp._api.param_discovery import ParamDiscovery, PlacementFunction, tied_owner_states
+from composable_fsdp._api.param_discovery import ParamDiscovery, PlacementFunction
 from composable_fsdp._api.strategy import ShardingStrategy, StrategyName, resolve_strategy
 from composable_fsdp._api.torch_types import (
     as_mesh_dims,
@@ -176,14 +176,13 @@ def fully_shard(
 
             codecs_of = attached_codecs_of(comm_policy)
         below = [nested for each in modules for nested in each.modules()]
-        owner_states = list(dict.fromkeys((*map(state_of, shared_from), *tied_owner_states(below))))
         discovery = ParamDiscovery(
             axes=axes,
             full_mesh=full_mesh,
             placement_of=shard_placement_fn,
             ignored=ignored.parameters,
             device_given=device is not None,
-            owner_states=owner_states,
+            owner_states=list(dict.fromkeys(map(state_of, shared_from))),
             communication_of=codecs_of,
             offload=offload,
             precision=precision,
@@ -211,7 +210,7 @@ def fully_shard(
         for source, parameter in zip(sources, group.parameters, strict=True):
             note_replaced(source, parameter, name)
         # Hook the modules, and change their classes.
-        state = FSDPState(_outermost(modules), group, Options(reshard, precision), owner_states)
+        state = FSDPState(_outermost(modules), group, Options(reshard, precision), discovery.owner_states)
         handles = install_hooks(state)
         optimizer_hooks.keep_for(state)
         _move_buffers(below, axes.device, ignored.buffers)

@@ -16,7 +16,7 @@ from composable_fsdp._core.full_mesh import FullMesh, named_data_parallel_axes, 
 from composable_fsdp._core.memory import is_accelerator
 from composable_fsdp._core.mesh import DataParallelAxes, ParameterSharding, data_parallel_axes, shard_over_axes
 from composable_fsdp._core.params import ParameterSource, ShardedParameter, find_replaced, local_part
-from composable_fsdp._core.state import TIED_ATTRIBUTE, FSDPState, find_state, state_of_parameter
+from composable_fsdp._core.state import FSDPState, find_state, state_of_parameter
 from composable_fsdp.errors import ConfigurationError, ParameterError, ShardDimError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
@@ -25,7 +25,6 @@ __all__ = [
     "PlacementFunction",
     "holders",
     "on_other_accelerators",
-    "tied_owner_states",
 ]
 
 PlacementFunction = Callable[[nn.Parameter], object]
@@ -193,7 +192,7 @@ class ParamDiscovery:
 _HOW_TO_SHARE = (
     "Parameters that are shared must be in one group: leave out fully_shard on the inner module, so that the module "
     "that contains both takes them; or shard the modules that use them as one list; or name the module that owns them: "
-    "fully_shard(..., shared_from=[owner]); or call tie_groups on the modules that use them, before any fully_shard."
+    "fully_shard(..., shared_from=[owner])."
 )
 
 
@@ -239,11 +238,6 @@ def resolve_dim(dim: int, shape: Sequence[int], name: str) -> int:
 
 
 # -- weights that several modules share: the first group that takes one owns it
-
-
-def tied_owner_states(modules: Iterable[nn.Module]) -> list[FSDPState]:
-    """Return the FSDP states that own weights of those of ``modules`` that ``tie_groups`` tied."""
-    return holders(module for module in modules if vars(module).get(TIED_ATTRIBUTE))
 
 
 def holders(modules: Iterable[nn.Module]) -> list[FSDPState]:

@@ -26,8 +26,6 @@ from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
 _STATE_ATTRIBUTE = "_composable_fsdp_state"
 ROOT_ATTRIBUTE = "_composable_fsdp_root"
 """The attribute of a root's modules with the ``Root``. A copied module has none until it runs."""
-TIED_ATTRIBUTE = "_composable_fsdp_tied"
-"""The attribute of modules that ``tie_groups`` was called on."""
 
 
 class Accumulation(Enum):

@@ -1,4 +1,4 @@
-"""Policies that choose which modules of a model become parameter groups, and tied weights between groups."""
+"""Policies that choose which modules of a model become parameter groups."""
 
 from typing import NoReturn
 

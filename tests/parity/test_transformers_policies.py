@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import describe, fully_shard, tie_groups
+from composable_fsdp import describe, fully_shard
 from composable_fsdp.wrap import PolicyLike, every_module, transformer_blocks
 from tests._internals import Scope
 from tests.helpers.run_ranks import on_ranks
@@ -84,10 +84,10 @@ def play(model: Any, step: int, rank: int) -> torch.Tensor:
 
 
 def shard_by_hand(model: Any) -> nn.Module:
-    tie_groups([model.get_input_embeddings(), model.get_output_embeddings()])
-    for module in (*model.model.layers, model.get_output_embeddings()):
+    head = model.get_output_embeddings()
+    for module in (*model.model.layers, head):
         fully_shard(module)
-    return fully_shard(model)
+    return fully_shard(model, shared_from=[head])
 
 
 @pytest.mark.behaviour("A-10")

@@ -1,4 +1,4 @@
-"""Test that ``fully_shard(model, policy=...)`` and ``tie_groups`` train like explicit calls."""
+"""Test that ``fully_shard(model, policy=...)`` and ``shared_from`` train like explicit calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import MixedPrecisionPolicy, fully_shard, tie_groups
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.wrap import PolicyLike, by_class, by_size, every_module, transformer_blocks
 from tests._internals import find_state, state_of
 from tests.helpers.models import TASKS, Block, Transformer, seeded
@@ -131,15 +131,16 @@ def test_groups_are_initialised_and_synchronised_one_after_the_other(on_meta: bo
 
 
 def shard_by_hand(model: Any, order: tuple[str, ...]) -> nn.Module:
-    tie_groups([model.embedding, model.head])
+    owners = [model.get_submodule(name) for name in order[:1]]
     for name in order:
-        fully_shard(model.get_submodule(name))
-    return fully_shard(model)
+        tied = name in ("embedding", "head") and name != order[0]
+        fully_shard(model.get_submodule(name), shared_from=owners if tied else ())
+    return fully_shard(model, shared_from=owners)
 
 
 @pytest.mark.behaviour("A-10")
 @on_ranks(2)
-def test_groups_declared_tied_share_their_weight_in_any_order() -> None:
+def test_groups_share_the_weight_of_an_owner_in_any_order() -> None:
     for order in (("embedding", "head"), ("head", "embedding"), ("head",), ("embedding", "layers.0")):
         shard: Callable[..., nn.Module] = partial(shard_by_hand, order=order)
         check_parity(TASKS["tied"].build, play_task("tied"), OPTIMIZERS["sgd"], shard=shard, what=str(order))

@@ -72,6 +72,7 @@ def test_importing_a_class_from_the_top_says_where_it_is(name: str, home: str) -
         ("FSDP", r"^FSDP is FSDP1's wrapper: fully_shard\(module\) shards .* from composable_fsdp import fully_shard$"),
         ("FullyShardedDataParallel", r"^FullyShardedDataParallel is FSDP1's wrapper: fully_shard\(module\)"),
         ("summon_full_params", r"^summon_full_params is unsharded_params here: "),
+        ("tie_groups", r"^tie_groups is gone: name the owner .* shared_from="),
     ],
 )
 def test_names_of_other_libraries_say_what_to_import(name: str, text: str) -> None:

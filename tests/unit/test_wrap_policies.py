@@ -1,4 +1,4 @@
-"""The modules that wrap policies choose, and the errors of ``policy=`` and ``tie_groups``."""
+"""The modules that wrap policies choose, and the errors of ``policy=``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import FSDPModule, describe, fully_shard, tie_groups
+from composable_fsdp import describe, fully_shard
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.wrap import by_class, by_size, every_module, transformer_blocks
 from tests._internals import Group, Scope, as_wrap_policy, plan_groups, state_of
@@ -333,18 +333,3 @@ def test_every_module_of_torchs_own_layers_computes_as_before(model: nn.Module) 
     torch.testing.assert_close(output, expected)
     output.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.behaviour("A-10")
-def test_tie_groups_refuses_unsuitable_parameters() -> None:
-    tied, untied = Transformer(tied=True), Transformer(tied=False)
-    with pytest.raises(ConfigurationError, match="takes a list of two or more modules that share parameters"):
-        tie_groups([tied.head])
-    with pytest.raises(ConfigurationError, match="this Embedding shares no parameter with the others"):
-        tie_groups([untied.embedding, untied.head])
-    with pytest.raises(ConfigurationError, match=r"this LayerNorm shares no parameter .*head\.weight = emb"):
-        tie_groups([tied.embedding, tied.head, tied.norm])
-    fully_shard(tied.embedding)
-    with pytest.raises(ConfigurationError, match=r"this Embedding has been sharded already\. Call it bef"):
-        tie_groups([tied.embedding, tied.head])
-    assert not isinstance(tied.head, FSDPModule)

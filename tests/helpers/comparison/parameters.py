@@ -244,7 +244,7 @@ def deep_copy(library: Library, mesh: DeviceMesh) -> str:
     "One parameter in two groups (tied weights)",
     torch="found at the first forward",
     torch_reports=r"^found in forward",
-    here="found by the second `fully_shard`; `policy=`, `tie_groups` or `shared_from=` lets groups share it",
+    here="found by the second `fully_shard`; `policy=` or `shared_from=` lets groups share it",
     our_reports=r"^found in fully_shard",
     reason="The error comes where the mistake is.",
     since="2.13",
