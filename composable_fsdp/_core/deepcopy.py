@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._core.gather import GATHER_KINDS
-from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.group import GATHER_KINDS, ParamGroup
 from composable_fsdp._core.hooks import optimizer_hooks
 from composable_fsdp._core.params import local_part
 from composable_fsdp._core.seams import OBSERVERS

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-from weakref import ref
+from typing import NamedTuple, Protocol
 
 import torch
 
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, WorkList
-from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
-from composable_fsdp._core.layout import TensorShards, aligned_bytes, payload_widths, unpack_parameter
+from composable_fsdp._core.group_plan import BucketPlan
+from composable_fsdp._core.layout import aligned_bytes, payload_widths, unpack_parameter
 from composable_fsdp._core.memory import OwnedBuffer, ShardStore, Work, cast_and_move, group_by_key, is_host, view_at
 from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.reduce import BucketReducer
-
-if TYPE_CHECKING:
-    from composable_fsdp._core.group import ParamGroup
 
 
 @dataclass(slots=True)
@@ -284,59 +280,6 @@ class InPlaceBucket:
     def finish_gather(self, gather: AllGatherBuffers) -> None: ...
 
     def free(self) -> None: ...
-
-
-class GatherKind:
-    """A way for full parameters to come into memory: it claims parameters of one group, and makes their buckets.
-
-    Derive from it, and append the class to :data:`GATHER_KINDS`. Each group makes one object. The first kind that
-    claims a parameter has it; :class:`Bucket` has those that none claims.
-    """
-
-    def __init__(self, group: ParamGroup) -> None:
-        self._group = ref(group)  # the group owns its kinds
-
-    @property
-    def group(self) -> ParamGroup:
-        group = self._group()
-        assert group is not None
-        return group
-
-    def reserve(self) -> None:
-        """Prepare a group that all ranks make together. They may communicate."""
-
-    def find(self) -> None:
-        """Look at the parameters before buckets are made. Their local tensors may have been replaced."""
-
-    def claim(self, parameter: ShardedParameter) -> GatherClaim | None:
-        """Return the claim on ``parameter``, the same on all ranks, or ``None`` if this kind does not serve it."""
-        return None
-
-    def make(self, plan: BucketPlan) -> AnyBucket:
-        """Make the bucket of parameters that this kind has claimed."""
-        raise NotImplementedError
-
-    def has_changed(self) -> bool:
-        """Return True if the local tensors, as they are, need other buckets."""
-        return False
-
-    def before_replacement(self, parameter: ShardedParameter, local: torch.Tensor) -> None:
-        """Note that the user has replaced the local tensor of ``parameter`` by ``local``."""
-
-    @staticmethod
-    def cut(
-        name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device
-    ) -> torch.Tensor | None:
-        """Return the shard of ``rank`` of parameter ``name``, or ``None`` if it may be a plain tensor."""
-        return None
-
-    @staticmethod
-    def check_copy(name: str, local: torch.Tensor, copy: torch.Tensor) -> None:
-        """Raise an error if a copied group cannot use ``copy`` of the local tensor of parameter ``name``."""
-
-
-GATHER_KINDS: list[type[GatherKind]] = []
-"""The gather kinds of all groups that are made from now on."""
 
 
 class AllGather:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -27,7 +26,6 @@ from composable_fsdp._core.events import (
     after,
 )
 from composable_fsdp._core.gather import (
-    GATHER_KINDS,
     AllGather,
     AnyBucket,
     Bucket,
@@ -35,12 +33,18 @@ from composable_fsdp._core.gather import (
     InPlaceBucket,
     all_gather_wire_bytes,
 )
-from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, GroupPlan, ParameterSpec, plan_group
+from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, GroupPlan, ParameterSpec, plan_group, promoted
 from composable_fsdp._core.layout import TensorShards, plan_division
 from composable_fsdp._core.memory import InFlight, ShardStore, is_host, without_grad, zero_padding
 from composable_fsdp._core.mesh import DataParallelAxes, ProcessGroups
 from composable_fsdp._core.params import ParameterSource, ShardedParameter, local_part
-from composable_fsdp._core.reduce import BucketReducer, BucketReduction, ReducedBucket, reduce_kinds_of
+from composable_fsdp._core.reduce import (
+    BucketReducer,
+    BucketReduction,
+    ReducedBucket,
+    ReductionSettings,
+    reduce_kinds_of,
+)
 from composable_fsdp._core.registration import Registration, plain_shard
 from composable_fsdp.errors import DeviceError, LifecycleError, ParameterError
 from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
@@ -63,6 +67,58 @@ _AFTER_REDUCE, _AFTER_COMPLETE = after(GRADIENT_TRANSITIONS, _REDUCE), after(GRA
 
 def _nobody() -> None:
     return None
+
+
+class GatherKind:
+    """A way for full parameters to come into memory: it claims parameters of one group, and makes their buckets.
+
+    Append a class to :data:`GATHER_KINDS`: each group makes one object. The first kind that claims a parameter has it.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = ref(group)  # the group owns its kinds
+
+    @property
+    def group(self) -> ParamGroup:
+        group = self._group()
+        assert group is not None
+        return group
+
+    def reserve(self) -> None:
+        """Prepare a group that all ranks make together. They may communicate."""
+
+    def find(self) -> None:
+        """Look at the parameters before buckets are made. Their local tensors may have been replaced."""
+
+    def claim(self, parameter: ShardedParameter) -> GatherClaim | None:
+        """Return the claim on ``parameter``, the same on all ranks, or ``None`` if this kind does not serve it."""
+        return None
+
+    def make(self, plan: BucketPlan) -> AnyBucket:
+        """Make the bucket of parameters that this kind has claimed."""
+        raise NotImplementedError
+
+    def has_changed(self) -> bool:
+        """Return True if the local tensors, as they are, need other buckets."""
+        return False
+
+    def before_replacement(self, parameter: ShardedParameter, local: torch.Tensor) -> None:
+        """Note that the user has replaced the local tensor of ``parameter`` by ``local``."""
+
+    @staticmethod
+    def cut(
+        name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device
+    ) -> torch.Tensor | None:
+        """Return the shard of ``rank`` of parameter ``name``, or ``None`` if it may be a plain tensor."""
+        return None
+
+    @staticmethod
+    def check_copy(name: str, local: torch.Tensor, copy: torch.Tensor) -> None:
+        """Raise an error if a copied group cannot use ``copy`` of the local tensor of parameter ``name``."""
+
+
+GATHER_KINDS: list[type[GatherKind]] = []
+"""The gather kinds of all groups that are made from now on."""
 
 
 def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
@@ -90,32 +146,18 @@ _current_task = torch._C._current_graph_task_id
 
 
 class AutogradTask:
-    """Autograd's current task, one call of its engine, shared by all groups of a root.
-
-    Attributes:
-        number: autograd's id of the task, or -1 if there is none.
-    """
+    """Autograd's current task, one call of its engine, shared by all groups of a root."""
 
     __slots__ = ("number",)
 
     def __init__(self) -> None:
         self.number = -1
+        """Autograd's id of the task, or -1 if there is none."""
 
     @property
     def is_around_another(self) -> bool:
         """True while autograd runs another backward inside this one, as reentrant checkpoints do."""
         return self.number != -1 and self.number != _current_task()  # a tuple doubles the cost
-
-
-class ReductionSettings(NamedTuple):
-    """The settings of a group's reductions."""
-
-    divide_factor: float | None = None
-    """The divisor of the sum; ``None``: the number of data-parallel ranks."""
-    sum_only: bool = False
-    """Communicators only sum; divisions are operations of their own."""
-    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    """Called with this rank's shards of the reduced gradients."""
 
 
 class ParamGroup:
@@ -204,8 +246,7 @@ class ParamGroup:
     def on_gradient(self) -> Callable[[torch.Tensor], None]:
         """The hook that autograd calls when a full gradient is ready.
 
-        It references the group weakly: Python's garbage collector does not see references held by tensor hooks, so a
-        cycle through them would never be freed.
+        Its reference is weak: Python's garbage collector does not see those of tensor hooks, nor a cycle through them.
         """
         known = ref(self)
 
@@ -239,8 +280,7 @@ class ParamGroup:
     def refresh(self) -> None:
         """Update after replaced local tensors and changes of ``requires_grad``, if the parameters are sharded.
 
-        Values that ``functional_call`` was given stay registered, until the sharded parameters are shown. Does nothing
-        while gradients in the old layout are held: the next all-gather reduces them first.
+        Does nothing while gradients in the old layout are held: the next all-gather reduces them first.
 
         Raises:
             ParameterError: a parameter was replaced by a tensor with another sharding. The error names it.
@@ -250,7 +290,7 @@ class ParamGroup:
         self.check_data()
         if self.gradient_state in HELD_GRADIENTS and self.was_flipped:
             return
-        # Parameters that functional_call was given stay registered while the others are followed.
+        # Values that functional_call was given stay registered, until the sharded parameters are shown.
         with torch.inference_mode(False), torch.no_grad():
             given = [parameter for parameter in self.parameters if parameter.adopt_replacement()]
             places = [(module._parameters, name) for parameter in given for module, name in parameter.owners]
@@ -262,8 +302,7 @@ class ParamGroup:
     def allocate(self, device: torch.device | None) -> bool:
         """Allocate the shards, without values, if all are on the meta device, as one tensor for each bucket.
 
-        ``None`` is the rest device of each. Returns False if that is not possible, and nothing has changed: parameters
-        must be replaced one by one, and :meth:`refresh` follows.
+        ``None`` is the rest device of each. Returns False, and changes nothing, if that is not possible.
         """
         if self.parameter_state is not ParameterState.SHARDED or self.gradient_state in HELD_GRADIENTS:
             return False
@@ -350,10 +389,7 @@ class ParamGroup:
 
     @property
     def version(self) -> int:
-        """A number that changes with ``requires_grad`` and with in-place changes of shards that torch counts.
-
-        Torch does not count those of fused and foreach optimizers.
-        """
+        """A number that changes with ``requires_grad`` and with in-place changes of shards that torch counts."""
         memory = sum(tensor._version for bucket in self.buckets for tensor in bucket.versioned)
         return memory + sum(p.sharded._version + p.was_flipped for p in self.parameters)
 
@@ -364,7 +400,7 @@ class ParamGroup:
         self.find()
         self.last_gather = None
         self.plan = self._make_plan()
-        self.are_on_rest_device = not self._misplaced([p.local for p in self.parameters])
+        self.are_on_rest_device = not self._misplaced()
         self.buckets = []  # frees their memory first
         made_by = ((plan, plan.gather_claim) for plan in self.plan.buckets)
         self.buckets = [self.kinds[c.kind].make(plan) if c else self.make_plain(plan) for plan, c in made_by]
@@ -453,17 +489,17 @@ class ParamGroup:
                 )
             )
         # FSDP2 reduces a group in one dtype.
-        specs = _promoted(specs) if all(p.precision.promotes for p in self.parameters) else specs
+        specs = promoted(specs) if all(p.precision.promotes for p in self.parameters) else specs
         return plan_group(tuple(specs), tuple(pgs.plan_options() for pgs in self.process_groups))
 
     def _follow_changes(self) -> None:
         # Only ``requires_grad`` has changed: new layouts of reductions, the same memory.
-        locals_ = self._locals()
+        locals_ = [local_part(p.sharded) for p in self.parameters]
         are_kept = all(local is p.local for local, p in zip(locals_, self.parameters, strict=True))
         if are_kept and not self.registration.replaced_local_data() and self._sync_requires_grad():
             return
         # Local tensors were replaced: build everything anew, once all are materialized.
-        self.are_on_rest_device = not self._misplaced(locals_)
+        self.are_on_rest_device = not self._misplaced()
         if len({local.is_meta for local in locals_}) > 1:
             return  # some parameters are not materialized yet
         self.check_nothing_held()
@@ -474,16 +510,13 @@ class ParamGroup:
             parameter.local = local
         self.build()
 
-    def _locals(self) -> list[torch.Tensor]:
-        return [local_part(p.sharded) for p in self.parameters]
-
-    def _misplaced(self, locals_: Sequence[torch.Tensor]) -> dict[str, tuple[torch.device, torch.device]]:
-        """Return the device and the rest device of each shard that is not where it rests, by name."""
-        found = zip(self.parameters, locals_, map(self.rest_device_of, self.parameters), strict=True)
-        return {p.name: (local.device, rest) for p, local, rest in found if local.device.type != rest.type}
+    def _misplaced(self) -> dict[str, str]:
+        """Return the device of each shard that is not where it rests, and where that is, by name."""
+        found = ((p.name, local_part(p.sharded).device, self.rest_device_of(p)) for p in self.parameters)
+        return {name: f"{device}, not {rest.type}" for name, device, rest in found if device.type != rest.type}
 
     def _sync_requires_grad(self) -> bool:
-        """Update the plan, unless it needs other buckets, as ``_promoted`` may say; return whether it did."""
+        """Update the plan, unless it needs other buckets, as ``promoted`` may say; return whether it did."""
         changed = self._make_plan()
         if [plan.indices for plan in changed.buckets] != [plan.indices for plan in self.plan.buckets]:
             return False
@@ -499,7 +532,7 @@ class ParamGroup:
     def _device_error(self) -> DeviceError:
         """Return the error that names the parameters whose shards are on a wrong device."""
         # No values yet?
-        on_meta = [p.name for p, local in zip(self.parameters, self._locals(), strict=True) if local.is_meta]
+        on_meta = [p.name for p in self.parameters if local_part(p.sharded).is_meta]
         if on_meta:
             return DeviceError(
                 f"parameters of {self.name!r} are still on the meta device: {on_meta}. Before the first forward, "
@@ -507,13 +540,11 @@ class ParamGroup:
                 "composable_fsdp.to_empty(model, device=...) and load a state dict."
             )
         # Values elsewhere, by name, and where they should be.
-        misplaced = self._misplaced(self._locals())
-        found = {name: f"{device}, not {rest.type}" for name, (device, rest) in misplaced.items()}
         rests = {self.rest_device_of(p).type for p in self.parameters}
         move = "Leave out model.to(...)" if len(rests) > 1 else f"Move them with model.to({rests.pop()!r})"
         return DeviceError(
             f"shards of {self.name!r} are elsewhere than on the device of the mesh, or on CPU if they are offloaded: "
-            f"{found}. {move}: fully_shard puts each where it belongs."
+            f"{self._misplaced()}. {move}: fully_shard puts each where it belongs."
         )
 
     # -- parameters
@@ -587,10 +618,7 @@ class ParamGroup:
             self._release()
 
     def abandon(self) -> None:
-        """Reshard without waiting for an all-gather that failed.
-
-        Its connections must be closed, so that nothing writes to the unsharded memory any more.
-        """
+        """Reshard without waiting for an all-gather that failed, once nothing can write to the memory any more."""
         self._pending_gather = self.last_gather = None
         self.reshard()
         for bucket in self.buckets:
@@ -624,10 +652,9 @@ class ParamGroup:
     # -- gradients
 
     def arrive(self, *, is_nested: bool) -> bool:
-        """Handle a new gradient of an unsharded parameter, except those counted by their hooks.
+        """Handle a new gradient of an unsharded parameter. Return whether all gradients have arrived, in LOCAL.
 
         With ``is_nested`` it comes from an autograd run inside that of the backward, as reentrant checkpoints have.
-        Return whether all gradients have arrived, in LOCAL.
         """
         if self.gradient_state is not _ARRIVING:
             self.gradient_state = _AFTER_ACCUMULATE[self.gradient_state]
@@ -651,10 +678,7 @@ class ParamGroup:
             self._advance_gradients(GradientOperation.READY)
 
     def notice_gradients(self) -> None:
-        """Take part in the next reduction if a gradient was set without autograd's accumulation.
-
-        Pipelines that split backward add the gradients of weights to ``grad`` themselves.
-        """
+        """Take part in the next reduction if a gradient was set by other code than autograd, such as a pipeline."""
         parameters = (p for p in self.parameters if p.unsharded is not p.sharded)
         if any(parameter.unsharded.grad is not None for parameter in parameters):
             self._gradients_set = True
@@ -682,7 +706,7 @@ class ParamGroup:
     def held_gradients(self) -> dict[ShardedParameter, tuple[torch.Tensor | None, torch.Tensor | None]]:
         """Return what is not in the sharded gradient yet, by parameter: the full gradient, and the shard of sums.
 
-        Either is ``None`` where there is none. Neither communicates, and both may be changed in place.
+        Either is ``None`` where there is none. Both may be changed in place.
         """
         if self.partial_reduction is not None:
             self.partial_reduction.wait()
@@ -772,18 +796,3 @@ class ParamGroup:
     def _advance_gradients(self, operation: GradientOperation) -> GradientState:
         self.gradient_state = advance(GRADIENT_TRANSITIONS, self.gradient_state, operation, self.name)
         return self.gradient_state
-
-
-def _promoted(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
-    """Return ``specs`` with one reduce dtype for each pair of axes, to which those of trainable ones are promoted."""
-    widest: dict[int, torch.dtype] = {}
-    for spec in specs:
-        dtype = spec.reduce_dtype
-        if spec.trainable and dtype.is_floating_point:
-            widest[spec.axes] = torch.promote_types(widest.get(spec.axes, dtype), dtype)
-    return [
-        replace(spec, reduce_dtype=widest[spec.axes])
-        if spec.axes in widest and spec.reduce_dtype.is_floating_point
-        else spec
-        for spec in specs
-    ]

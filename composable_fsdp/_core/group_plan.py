@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import prod
 from operator import attrgetter
@@ -192,6 +192,21 @@ class GroupPlan:
     @cached_property
     def unsharded_bytes(self) -> int:
         return sum(bucket.unsharded_bytes for bucket in self.buckets)
+
+
+def promoted(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    """Return ``specs`` with one reduce dtype for each pair of axes, to which those of trainable ones are promoted."""
+    widest: dict[int, torch.dtype] = {}
+    for spec in specs:
+        dtype = spec.reduce_dtype
+        if spec.trainable and dtype.is_floating_point:
+            widest[spec.axes] = torch.promote_types(widest.get(spec.axes, dtype), dtype)
+    return [
+        replace(spec, reduce_dtype=widest[spec.axes])
+        if spec.axes in widest and spec.reduce_dtype.is_floating_point
+        else spec
+        for spec in specs
+    ]
 
 
 @lru_cache(maxsize=1024)

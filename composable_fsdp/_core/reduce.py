@@ -462,6 +462,17 @@ def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
     return len(set(map(_dtype_of, tensors))) < 2 and all(map(torch.Tensor.is_contiguous, tensors))
 
 
+class ReductionSettings(NamedTuple):
+    """The settings of a group's reductions."""
+
+    divide_factor: float | None = None
+    """The divisor of the sum; ``None``: the number of data-parallel ranks."""
+    sum_only: bool = False
+    """Communicators only sum; divisions are operations of their own."""
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    """Called with this rank's shards of the reduced gradients."""
+
+
 class BucketReduction(NamedTuple):
     """One bucket of a reduction.
 

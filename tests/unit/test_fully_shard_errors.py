@@ -430,7 +430,7 @@ def test_memory_of_the_backend_beside_expandable_segments_is_warned_of_once(monk
         model.set_allocate_memory_from_process_group_for_comm(True)
     messages = [text for text in caplog.messages if "expandable segments" in text]
     assert len(messages) == settings.endswith("True")
-    assert all("shares no memory with the rest. Leave out one of them" in text for text in messages)
+    assert all("shares none with the rest. Leave out one of them" in text for text in messages)
 
 
 def test_a_tensor_that_only_brings_a_view_is_refused_unless_it_is_frozen_and_makes_one() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from composable_fsdp._core.gather import GATHER_KINDS
+from composable_fsdp._core.group import GATHER_KINDS
 from composable_fsdp._core.reduce import REDUCE_KINDS
 from composable_fsdp.codecs.communication_policy import CommunicationFunction, CommunicationPolicy, communication_of
 from composable_fsdp.errors import ConfigurationError

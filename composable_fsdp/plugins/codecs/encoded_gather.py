@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from composable_fsdp._core.gather import AllGatherBuffers, AnyBucket, Bucket, GatherKind
+from composable_fsdp._core.gather import AllGatherBuffers, AnyBucket, Bucket
+from composable_fsdp._core.group import GatherKind
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp.codecs._encoder import CodecCall, encode_rows, row_runs

@@ -13,7 +13,8 @@ from math import prod
 import torch
 
 from composable_fsdp._consistency.process_groups import gather_objects
-from composable_fsdp._core.gather import AllGatherBuffers, GatherKind
+from composable_fsdp._core.gather import AllGatherBuffers
+from composable_fsdp._core.group import GatherKind
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
 from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.mesh import ProcessGroups
