@@ -20,12 +20,7 @@ from composable_fsdp._core.state import FSDPState, find_state, state_of_paramete
 from composable_fsdp.errors import ConfigurationError, ParameterError, ShardDimError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = [
-    "ParamDiscovery",
-    "PlacementFunction",
-    "holders",
-    "on_other_accelerators",
-]
+__all__ = ["ParamDiscovery", "PlacementFunction", "holders", "on_other_accelerators"]
 
 PlacementFunction = Callable[[nn.Parameter], object]
 

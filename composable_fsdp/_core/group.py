@@ -25,14 +25,7 @@ from composable_fsdp._core.events import (
     advance,
     after,
 )
-from composable_fsdp._core.gather import (
-    AllGather,
-    AnyBucket,
-    Bucket,
-    Gatherable,
-    InPlaceBucket,
-    all_gather_wire_bytes,
-)
+from composable_fsdp._core.gather import AllGather, AnyBucket, Bucket, Gatherable, InPlaceBucket, all_gather_wire_bytes
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, GroupPlan, ParameterSpec, plan_group, promoted
 from composable_fsdp._core.layout import TensorShards, plan_division
 from composable_fsdp._core.memory import InFlight, ShardStore, is_host, without_grad, zero_padding

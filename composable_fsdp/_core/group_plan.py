@@ -258,10 +258,7 @@ def _wire_dtype(spec: ParameterSpec, axes: PlanOptions) -> torch.dtype:
 
 
 def _plan_bucket(
-    specs: Sequence[ParameterSpec],
-    indices: tuple[int, ...],
-    options: Sequence[PlanOptions],
-    group_trainable: int,
+    specs: Sequence[ParameterSpec], indices: tuple[int, ...], options: Sequence[PlanOptions], group_trainable: int
 ) -> BucketPlan:
     first = specs[indices[0]]
     axes = options[first.axes]

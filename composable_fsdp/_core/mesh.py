@@ -21,11 +21,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from composable_fsdp._core.comm import Communicator, GroupCommunicator, communicator_over, loopback
 from composable_fsdp._core.group_plan import PlanOptions
 from composable_fsdp._core.layout import NEVER_ZERO_COPY
-from composable_fsdp._core.memory import (
-    contiguous_strides,
-    current_device,
-    device_capabilities,
-)
+from composable_fsdp._core.memory import contiguous_strides, current_device, device_capabilities
 from composable_fsdp.errors import ArgumentTypeError, MeshError
 
 HOW_TO_START = (
