@@ -144,7 +144,6 @@ if TYPE_CHECKING:
         DataParallelAxes,
         ModelParallel,
         ProcessGroups,
-        cuts,
         data_parallel_axes,
         data_parallel_placements,
         shard_over_axes,

@@ -199,18 +199,22 @@ class Bucket:
         return gather
 
     def finish_gather(self, gather: AllGatherBuffers) -> None:
-        if not gather.payloads:
-            return
-        self.buffer.allocate()
+        if gather.payloads:
+            self.buffer.allocate()
+            self.unpack(gather.rows[0], slice(None))
+
+    def unpack(self, received: torch.Tensor, ranks: slice) -> None:
+        """Copy the rows received from ``ranks`` to their places."""
         layout = self.plan.gather
         # A shard of dim 0 is a block of the parameter, copied as it is; others are unpacked one by one.
-        rows = gather.rows[0].split_with_sizes(layout.packed_widths, dim=1)
+        rows = received.split_with_sizes(layout.packed_widths, dim=1)
         places, sources = [], []
         for position, (i, row) in enumerate(zip(layout.packed, rows, strict=True)):
             shards = layout.shards[i]
             source = row if row.size(1) == shards.padded_numel else row[:, : shards.padded_numel]
             if shards.concatenates:
-                places.append(self._row_places[position])
+                place = self._row_places[position]
+                places.append(place if ranks == slice(None) else place[ranks])
                 sources.append(source)
             else:
                 unpack_parameter(shards, source, self._row_places[position])

@@ -23,10 +23,10 @@ from tests.helpers.house import (
 HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
-    ".": 670,
-    "_api": 986,
+    ".": 659,
+    "_api": 965,
     "_consistency": 1035,
-    "_core": 5706,
+    "_core": 5578,
     "checkpoint": 3712,
     "cli": 469,
     "codecs": 341,
@@ -37,11 +37,11 @@ MOST_CODE = {
     "plan": 913,
     "plugins": 5587,
     "testing": 235,
-    "wrap": 253,
+    "wrap": 234,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22265
+MOST_CODE_OF_ALL = 22086
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -60,7 +60,7 @@ class EncodedBucket(Bucket):
         if gather.payloads:
             self.buffer.allocate()
         for run in self._runs() if gather.payloads else ():
-            self._unpack(self._codec.decode(gather.rows[0][run], self.plan.gather.packed_numel), run)
+            self.unpack(self._codec.decode(gather.rows[0][run], self.plan.gather.packed_numel), run)
 
     def _runs(self) -> Iterator[slice]:
         """Yield the ranks whose rows are decoded together: a few at a time, so that the temporary is small.
