@@ -80,33 +80,10 @@ def copy_and_train_both(reshard_after_forward: bool | int | None) -> None:
         assert_equal_runs(second, trained(model, task), what=task, exact=dist.get_world_size() == 2)
 
 
-def average_weights() -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-
-    def with_average(model: nn.Module, ranks: Any, divide: int) -> tuple[Run, torch.Tensor]:
-        average = copy.deepcopy(model).requires_grad_(False).eval()
-
-        def update(model: nn.Module, step: int) -> None:
-            with torch.no_grad():
-                for mean, value in zip(average.parameters(), model.parameters(), strict=True):
-                    mean.lerp_(value, 0.25)
-
-        play = play_task("mlp")
-        run = train(model, play, ranks=ranks, watched=rank, divide=divide, between=update)
-        with torch.no_grad():
-            return run, average(TASKS["mlp"].batch_of(0, rank)[0])
-
-    ours, mean = with_average(shard_layers(TASKS["mlp"].build(), fully_shard), [rank], 1)
-    expected, expected_mean = with_average(TASKS["mlp"].build(), range(world_size), world_size)
-    assert_equal_runs(ours, expected)
-    torch.testing.assert_close(mean, expected_mean)
-
-
 @pytest.mark.behaviour("A-18")
 @pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, None), (4, 2)])
 def test_a_copy_trains_independently(world_size: int, reshard: bool | int | None) -> None:
     run_ranks(copy_and_train_both, world_size, reshard)
-    run_ranks(average_weights, world_size)
 
 
 def everything_is_kept() -> None:
@@ -280,16 +257,3 @@ def test_registered_methods_of_a_copy_are_its_own() -> None:
         assert clone(torch.ones(2, 4)).count_nonzero() == 0
         assert model.generate(torch.ones(2, 4)).count_nonzero() == 8
     assert model.generate.__name__ == "generate"
-
-
-@pytest.mark.behaviour("C-03")
-@on_ranks(1, 2)
-def test_an_unreferenced_model_is_freed() -> None:
-    for steps in (0, 1):
-        model = shard_layers(TASKS["mlp"].build(), fully_shard)
-        for step in range(steps):
-            TASKS["mlp"].loss(model, TASKS["mlp"].batch_of(step, 0)).backward()
-        gone = ref(model)
-        del model
-        gc.collect()
-        assert gone() is None, f"after {steps} steps"
