@@ -16,7 +16,6 @@ from torch.distributed.tensor import Shard
 from composable_fsdp import CommunicationPolicy, MixedPrecisionPolicy, fully_shard, no_sync, to_empty
 from composable_fsdp.codecs.blockwise import Int8
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.plugins import GATHER_KINDS
 from tests._internals import SharedBucket, state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, Task, shard_layers
@@ -276,20 +275,6 @@ def test_only_cast_parameters_have_a_shared_unsharded_buffer() -> None:
     assert storages(alone) == OWNED, "the buffer of a single rank is freed between uses"
     for model in (columns, coded, plain, plain_columns, hybrid, plain_hybrid, alone):
         own_loss(model, task, 0).backward()
-
-
-@on_ranks(2)
-def test_the_core_trains_without_any_gather_kind() -> None:
-    known, found = list(GATHER_KINDS), []
-    try:
-        for kinds in (known, []):
-            GATHER_KINDS[:] = kinds
-            found.append(losses_and_shards("mlp", True))
-            assert storages(shard_layers(TASKS["mlp"].build(), fully_shard)) == (ALIASED if kinds else OWNED)
-    finally:
-        GATHER_KINDS[:] = known
-    for with_kinds, without in zip(found[0].values(), found[1].values(), strict=True):
-        assert all(map(torch.equal, with_kinds, without))
 
 
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])

@@ -345,7 +345,8 @@ class Renormed(nn.Module):
 
 
 @pytest.mark.behaviour("C-08")
-@on_ranks(2, environment=TRANSPORTS["copies"])
+@pytest.mark.parametrize("transport", ["copies", "sockets"])
+@on_ranks(2, environment="transport")
 def test_writes_of_modules_in_their_forward_are_no_error_without_shared_shards() -> None:
     torch.manual_seed(0)
     model: Any = fully_shard(Renormed())
