@@ -19,7 +19,7 @@ from composable_fsdp import MixedPrecisionPolicy, fully_shard, unsharded_params
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 from tests._internals import extent_of, gather
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import adamw, assert_exact, full_value, sharded, train_and_compare, values_of
 
 MESHES = [("mlp", (2,)), ("mlp", (4,)), ("mlp", (2, 2)), ("tied", (2,)), ("mlp", (4, 1)), ("mlp", (1,))]
@@ -329,7 +329,9 @@ def test_invalid_uses_of_unsharded_params_are_errors() -> None:
     assert "'layers.0.weight', 'layers.0.bias'" in meta
 
 
-def unshard_on_two_meshes() -> str:
+@pytest.mark.behaviour("C-14")
+@on_ranks(4)
+def test_modules_on_different_meshes() -> None:
     rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first, second = model
@@ -342,13 +344,7 @@ def unshard_on_two_meshes() -> str:
         assert_unsharded(model, values)
         model.get_parameter("0.weight").data.add_(1)
     assert_exact(full_value(model.get_parameter("0.weight")), values["0.weight"] + 1, "0.weight")
-    return str(error.value)
-
-
-@pytest.mark.behaviour("C-14")
-def test_modules_on_different_meshes() -> None:
-    messages = run_ranks(unshard_on_two_meshes, 4)
-    assert all("no mesh has all ranks that hold parameters" in message for message in messages)
+    assert "no mesh has all ranks that hold parameters" in str(error.value)
 
 
 @pytest.mark.behaviour("C-14")

@@ -199,8 +199,9 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank_and_an_error_if_asked() -
     )
 
 
-def count_collectives() -> list[int]:
-    """Return the number of all-reduces per call: for one axis, one axis in two meshes, two axes, and no axis."""
+@on_ranks(4)
+def test_one_collective_per_mesh_axis_however_many_tensors() -> None:
+    """Count all-reduces per call: for one axis, one axis in two meshes, two axes, and no axis."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     fulls = make_values(*[(4, 2)] * 6)
     again = init_device_mesh("cpu", (2, 2))
@@ -217,11 +218,7 @@ def count_collectives() -> list[int]:
         with patch("torch.distributed.all_reduce", wraps=dist.all_reduce) as all_reduce:
             clip_grad_norm_(parameters, 1.0)
         counts.append(all_reduce.call_count)
-    return counts
-
-
-def test_one_collective_per_mesh_axis_however_many_tensors() -> None:
-    assert run_ranks(count_collectives, 4) == [[1, 1, 2, 0]] * 4
+    assert counts == [1, 1, 2, 0]
 
 
 @pytest.mark.behaviour("C-11")

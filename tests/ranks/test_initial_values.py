@@ -79,7 +79,9 @@ def test_all_ranks_start_from_the_values_of_rank_0(shape: tuple[int, ...], messa
     module(torch.randn(2, 3)).backward()
 
 
-def count_messages() -> int:
+@pytest.mark.behaviour("A-15")
+@on_ranks(2)
+def test_small_tensors_share_one_message_per_dtype() -> None:
     sent, original = [], dist.broadcast
 
     def counted(*args: object, **kwargs: object) -> object:
@@ -90,12 +92,7 @@ def count_messages() -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "broadcast", counted)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)), sync_module_states=True)
-    return len(sent)
-
-
-@pytest.mark.behaviour("A-15")
-def test_small_tensors_share_one_message_per_dtype() -> None:
-    assert run_ranks(count_messages, 2) == [2, 2]
+    assert len(sent) == 2
 
 
 @pytest.mark.behaviour("A-15")
@@ -282,7 +279,9 @@ def test_random_operations_on_shards_are_slices_of_those_on_full_parameters(shap
     run_ranks(compare_draws, prod(shapes[0]), shapes)
 
 
-def measure_peak() -> tuple[int, int, int]:
+@pytest.mark.behaviour("J-01")
+@on_ranks(4, environment=SOCKETS)
+def test_initialisation_takes_memory_for_the_shards_and_one_module() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     for layer in model:
@@ -292,14 +291,8 @@ def measure_peak() -> tuple[int, int, int]:
     with Peak() as peak:
         initialize(model, seed=SEED)
     shards = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
-    return peak.bytes, shards, max(p.nbytes for p in model.parameters())
-
-
-@pytest.mark.behaviour("J-01")
-def test_initialisation_takes_memory_for_the_shards_and_one_module() -> None:
-    for peak, shards, largest in run_ranks(measure_peak, 4, environment=SOCKETS):
-        bias = 256 * 4
-        assert shards < peak < shards + largest + shards // 8 + 2 * bias + 4096, (peak, shards, largest)
+    largest, bias = max(p.nbytes for p in model.parameters()), 256 * 4
+    assert shards < peak.bytes < shards + largest + shards // 8 + 2 * bias + 4096, (peak.bytes, shards, largest)
 
 
 class Scaled(nn.Module):

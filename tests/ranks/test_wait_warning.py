@@ -15,7 +15,7 @@ import torch.distributed as dist
 from composable_fsdp import PeerError, shutdown
 from tests._internals import Collective, OrderCheck, Transfer, communicator_over, compare, missing_ranks, watchdog
 from tests.helpers.faults import build, is_last, step
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 from tests.helpers.warned import find_warning, release_after, wait_for_release, warned
 from tests.simulation import simulated_accelerator
@@ -107,18 +107,15 @@ def test_a_batch_more_on_one_rank_ends_the_program_on_all(transport: Environment
     assert waiting == ended
 
 
-def shut_down_together() -> bool:
+@pytest.mark.behaviour("H-07")
+@on_ranks(2)
+def test_ranks_that_end_together_destroy_their_process_groups() -> None:
     model = build()
     if is_last():
         time.sleep(0.2)
     step(model)
     shutdown()
-    return dist.is_initialized()
-
-
-@pytest.mark.behaviour("H-07")
-def test_ranks_that_end_together_destroy_their_process_groups() -> None:
-    assert run_ranks(shut_down_together, 2) == [False, False]
+    assert not dist.is_initialized()
 
 
 TIMEOUT = 8.0
