@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         difference_text,
         library_version,
         verify_same,
-        verify_same_lines,
     )
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
     from composable_fsdp._core import backward, comm, events, full_mesh, group_plan, layout, memory, mesh, schedule

@@ -72,7 +72,7 @@ def verify_same(
     if any(other != digest for _, other, *_ in rows):
         lines = {rank: t.split("\n") for rank, t in gather_texts(text.decode(), axes, device, subject).items()}
         check_versions({rank: first for rank, (first, *_) in lines.items()})
-        verify_same_lines(subject, lines)
+        raise DivergenceError(difference_text(subject, lines))
     return {rank: numbers for rank, _, *numbers in rows}
 
 
@@ -103,13 +103,8 @@ def check_versions(found: Mapping[int, str], kind: type[FSDPError] = DivergenceE
 @torch.inference_mode(False)
 @torch.no_grad()
 def gather_texts(own: str, communicators: Iterable[Communicator], device: torch.device, subject: str) -> dict[int, str]:
-    """Return the texts of all ranks along ``communicators``, by rank. All of them must call it together.
-
-    The result is empty if there is nothing to compare with.
-    """
+    """Return the texts of all ranks along ``communicators``, of which some has several, by rank, as all ranks must."""
     axes, label, packed = multi_rank_axes(communicators), f"comparison of {subject}", zlib.compress(own.encode())
-    if not axes:
-        return {}
     sent = torch.tensor([dist.get_rank(), len(packed)], device=device)
     rows = gather_rows(sent, axes, label).tolist()
     length = max(length for _, length in rows)
@@ -139,12 +134,6 @@ def gather_rows(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> 
         axis.launch(Collective.ALL_GATHER, [Transfer(received, gathered)], label).wait()
         gathered = received
     return gathered.view(-1, own.numel())
-
-
-def verify_same_lines(subject: str, lines: Mapping[int, Sequence[str]]) -> None:
-    """Raise :class:`DivergenceError` if the ranks' ``lines``, which all of them have gathered, differ."""
-    if len(set(map(tuple, lines.values()))) > 1:
-        raise DivergenceError(difference_text(subject, lines))
 
 
 def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:

@@ -6,8 +6,7 @@ before the others have noticed the failure. If all ranks failed at the same plac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
@@ -31,7 +30,8 @@ class Recovery(Observer):
     def __init__(self) -> None:
         self._steps = 0
         """The number of optimizer steps of the root at the last rendezvous."""
-        self._result: Rendezvous | None = None
+        self._taken: dict[int, int] = {}
+        """By rank, the number of optimizer steps since the last rendezvous, if a step has failed on some rank."""
 
     def for_root(self, root: ObservedRoot) -> Observer:
         return Recovery()
@@ -54,64 +54,61 @@ class Recovery(Observer):
             )
 
     def reset(self, root: ObservedRoot) -> bool:
+        """Wait for all ranks that hold parameters of ``root``. All of them must call it.
+
+        Raises:
+            PeerError: some ranks did not come within the timeout of the process groups. The text names them.
+        """
         states, watchdog = root.states.values(), job_watchdog()
-        failed, steps_that_raised = has_failed(states), failed_steps(root)
+        groups, steps_that_raised = connections(states), failed_steps(root)
         for step in steps_that_raised:
             forget_step(step)
-        if watchdog is None or not (failed or connections(states)):
+        if watchdog is None:
             return False
+        failed = watchdog.has_failed or any(each.is_broken for each in communicators(groups))
+        if not groups:
+            return failed
+        ranks, completed = _ranks(states), root.plans.steps.completed
         if not failed:
             failed = bool(steps_that_raised) or any(map(root.may_come_back_to, states))
-            watchdog.fail(ABANDONED if failed else RESET, tuple(_ranks(states)))
-        steps = root.plans.steps.completed
-        self._result = result = rendezvous(states, steps - self._steps, has_failed=failed)
-        self._steps = steps
-        if not result.is_in_sync:
-            for communicator in communicators(connections(states)):
-                communicator.abandon()  # nothing writes to the memory of work in flight any more
-            root.abandon()
-            try:
-                reopen(connections(states))
-            except PeerError as error:
-                places = "".join(f"\n  rank {rank}: {place}" for rank, place in result.places.items())
-                text = f"{error}\nNumbers of operations that ranks launched over each process group:{places}"
-                raise PeerError(text, error.ranks) from error
-        return result.has_failed or not result.is_in_sync
+            watchdog.fail(ABANDONED if failed else RESET, tuple(ranks))
+        # Meet, each rank with the number of its steps, whether one failed, and its positions.
+        own = f"{completed - self._steps} {failed:d} {' '.join(map(_position, groups))}"
+        seconds = max(map(timeout_of, groups))
+        notes = watchdog.meet(ranks, own, seconds, "all ranks must call reset_iter_state() to go on")
+        watchdog.go_on()
+        self._steps = completed
+        by_rank = {rank: note.split(" ", 2) for note, who in notes.items() for rank in who}
+        some_failed = any(failed == "1" for _, failed, _ in by_rank.values())
+        if some_failed:
+            self._taken = {rank: int(taken) for rank, (taken, *_) in sorted(by_rank.items())}
+        # At the same place, the work in flight will complete. Otherwise connect anew.
+        places = {rank: place for rank, (*_, place) in sorted(by_rank.items())}
+        if "broken" not in own and len(set(places.values())) == 1:
+            return some_failed
+        for communicator in communicators(groups):
+            communicator.abandon()  # nothing writes to the memory of work in flight any more
+        root.abandon()
+        try:
+            reopen(connections(states))
+        except PeerError as error:
+            lines = "".join(f"\n  rank {rank}: {place}" for rank, place in places.items())
+            text = f"{error}\nNumbers of operations that ranks launched over each process group:{lines}"
+            raise PeerError(text, error.ranks) from error
+        return True
 
     def after_reset(self, root: ObservedRoot) -> None:
-        result, self._result = self._result, None
-        if result is not None and result.has_failed:
-            result.check_steps()
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """The result of a rendezvous.
-
-    Args:
-        is_in_sync: all ranks are at the same place, so the work in flight will complete. Otherwise call
-            :func:`reconnect`.
-        has_failed: a step has failed on some rank, so they may have gathered other groups.
-        steps: by rank, the number of its optimizer steps since the last rendezvous.
-        places: by rank, the number of operations that it has launched over each process group, or ``broken``.
-    """
-
-    is_in_sync: bool = True
-    has_failed: bool = True
-    steps: Mapping[int, int] = field(default_factory=dict)
-    places: Mapping[int, str] = field(default_factory=dict)
-
-    def check_steps(self) -> None:
         """Check that all ranks took the same number of optimizer steps.
 
         Raises:
             DivergenceError: some ranks took a step that others did not, so their shards are of different steps.
         """
-        most = max(self.steps.values(), default=0)
-        behind = [rank for rank, steps in self.steps.items() if steps < most]
+        taken, self._taken = self._taken, {}
+        most = max(taken.values(), default=0)
+        behind = [rank for rank, steps in taken.items() if steps < most]
         if behind:
-            ahead = [rank for rank, steps in self.steps.items() if steps == most]
-            numbers = ", ".join(f"rank {rank}: {steps}" for rank, steps in self.steps.items())
+            ahead = [rank for rank, steps in taken.items() if steps == most]
+            numbers = ", ".join(f"rank {rank}: {steps}" for rank, steps in taken.items())
             raise DivergenceError(
                 f"{ranks_text(ahead)} took an optimizer step after a backward, or in a step, that failed on "
                 f"{ranks_text(behind)}, so that shards are of different steps (since the last reset, {numbers}). Load "
@@ -119,40 +116,6 @@ class Rendezvous:
                 "and the optimizer's step, for example with composable_fsdp.find_nonfinite(model), which raises if "
                 "another rank failed."
             )
-
-
-def has_failed(states: Iterable[FSDPState]) -> bool:
-    """Return whether the last pass failed on this rank, or a process group of ``states`` is broken."""
-    if (watchdog := job_watchdog()) is None:
-        return False
-    return watchdog.has_failed or any(each.is_broken for each in communicators(connections(states)))
-
-
-def rendezvous(states: Iterable[FSDPState], steps: int, *, has_failed: bool = True) -> Rendezvous:
-    """Wait for all ranks that hold parameters of ``states``. All of them must call it.
-
-    Args:
-        states: the FSDP states of one root.
-        steps: the number of optimizer steps of this rank since the last rendezvous.
-        has_failed: a step has failed on this rank.
-
-    Raises:
-        PeerError: some ranks did not come within the timeout of the process groups. The text names them.
-    """
-    watchdog, groups = job_watchdog(), connections(states)
-    if watchdog is None or not groups:
-        return Rendezvous()
-    seconds = max(timeout_of(group) for group in groups)
-    here = " ".join(map(_position, groups))
-    occasion = "all ranks must call reset_iter_state() to go on"
-    notes = watchdog.meet(_ranks(states), f"{steps} {has_failed:d} {here}", seconds, occasion)
-    watchdog.go_on()
-    by_rank = {rank: note.split(" ", 2) for note, who in notes.items() for rank in who}
-    places = {rank: place for rank, (_, _, place) in sorted(by_rank.items())}
-    is_in_sync = "broken" not in here and len(set(places.values())) == 1
-    some_failed = any(failed == "1" for _, failed, _ in by_rank.values())
-    taken = {rank: int(steps) for rank, (steps, *_) in sorted(by_rank.items())}
-    return Rendezvous(is_in_sync, some_failed, taken, places)
 
 
 def _ranks(states: Iterable[FSDPState]) -> list[int]:
