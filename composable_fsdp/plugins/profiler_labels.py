@@ -26,7 +26,6 @@ _LABELS = {
     Hook.PRE_BACKWARD: "pre_backward",
     Hook.END_BACKWARD: "root_post_backward_callback",
 }
-_GRAD_READY, _POST_BACKWARD = Hook.GRAD_READY, Hook.POST_BACKWARD
 _UNSHARDING = ParameterState.UNSHARDING
 
 
@@ -69,14 +68,12 @@ class _HookLabels(Observer):
         self._open: list[Any] = []
 
     def before_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
-        if hook is not _GRAD_READY and hook is not _POST_BACKWARD:
-            self._open.append(_begin(_LABELS[hook], subject.name) if hook in _LABELS else None)
+        if hook in _LABELS:
+            self._open.append(_begin(_LABELS[hook], subject.name))
 
     def after_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
-        if hook is not _GRAD_READY and hook is not _POST_BACKWARD:
-            label = self._open.pop()
-            if label is not None:
-                _exit(label)
+        if hook in _LABELS:
+            _exit(self._open.pop())
 
 
 class _LabelledLauncher:
@@ -96,42 +93,33 @@ class _LabelledLauncher:
         self.labelled.streams = streams
 
     def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
-        needed = [group for group in groups if not group.unshard_started]
-        if not any(group.buckets for group in needed):  # such as a root without parameters of its own
-            self.labelled.gather(groups, label)
-            return
-        begun = _begin("all_gather", describe_groups([group.name for group in needed]))
-        try:
-            self.labelled.gather(groups, label)
-        finally:
-            _exit(begun)
+        needed = [group for group in groups if group.buckets and not group.unshard_started]
+        _in_label("all_gather", needed, self.labelled.gather, groups, label)
 
     def wait(self, group: ParamGroup) -> None:
-        self._copy_out(self.labelled.wait, group)
+        _in_label("all_gather_copy_out", _if_unsharding(group), self.labelled.wait, group)
 
     def free(self, group: ParamGroup) -> None:
-        self._copy_out(self.labelled.free, group)
-
-    def _copy_out(self, verb: Callable[[ParamGroup], None], group: ParamGroup) -> None:
-        if group.parameter_state is not _UNSHARDING or not group.buckets:
-            verb(group)
-            return
-        begun = _begin("all_gather_copy_out", group.name)
-        try:
-            verb(group)
-        finally:
-            _exit(begun)
+        _in_label("all_gather_copy_out", _if_unsharding(group), self.labelled.free, group)
 
     def reduce(self, reduction: GroupReduction) -> None:
-        begun = _begin("post_backward_reduce", describe_groups([member.name for member in reduction.members]))
-        try:
-            self.labelled.reduce(reduction)
-        finally:
-            _exit(begun)
+        _in_label("post_backward_reduce", reduction.members, self.labelled.reduce, reduction)
 
     def finish(self, reduction: GroupReduction, unread: list[GroupReduction] | None = None) -> None:
-        begun = _begin("post_backward_rs_wait", describe_groups([member.name for member in reduction.members]))
-        try:
-            self.labelled.finish(reduction, unread)
-        finally:
-            _exit(begun)
+        _in_label("post_backward_rs_wait", reduction.members, self.labelled.finish, reduction, unread)
+
+
+def _if_unsharding(group: ParamGroup) -> Sequence[ParamGroup]:
+    return (group,) if group.parameter_state is _UNSHARDING and group.buckets else ()
+
+
+def _in_label(operation: str, groups: Sequence[ParamGroup], verb: Callable[..., None], *arguments: object) -> None:
+    """Call ``verb`` in a label of ``groups``, or in none if there are none."""
+    if not groups:
+        verb(*arguments)
+        return
+    begun = _begin(operation, describe_groups([group.name for group in groups]))
+    try:
+        verb(*arguments)
+    finally:
+        _exit(begun)
