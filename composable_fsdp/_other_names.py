@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _OPTIONS = ("max_unsharded_bytes", "prefetch_limit", "max_fused_bytes")
 RENAMED = {f"set_{option}": f"set_schedule({option}=...)" for option in _OPTIONS}
-RENAMED["set_version_check"] = 'set_in_place_check("all") for True, and ("off") for False'
+RENAMED["set_version_check"] = 'set_in_place_check("counted") for True, and ("off") for False'
 _BY_HAND = (
     "set_schedule(prefetch_limit=, max_fused_bytes=, max_unsharded_bytes=) sets the schedule by hand: nothing is "
     "measured, and nothing chosen by costs"

@@ -233,7 +233,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
     from composable_fsdp.plugins.checks.model_check import Values, differing_starts, start_details
-    from composable_fsdp.plugins.checks.writes import reads_shards
+    from composable_fsdp.plugins.checks.writes import unchecked
     from composable_fsdp.plugins.codecs.encoded_reduce import EncodedReduce
     from composable_fsdp.plugins.custom_comm import Pooled
     from composable_fsdp.plugins.explain_errors import explanation_of

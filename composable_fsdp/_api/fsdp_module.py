@@ -420,16 +420,16 @@ class FSDPModule(TorchFSDPModule):
             state.change_for_plugin("order check", chosen)
         compare(connections(states), chosen)
 
-    def set_in_place_check(self, level: Literal["off", "counted", "all"], *, recurse: bool = True) -> None:
+    def set_in_place_check(self, level: Literal["off", "counted"], *, recurse: bool = True) -> None:
         """Set which changes of parameters since their forward raise ``LifecycleError`` in backward.
 
         Args:
-            level: ``"counted"``, the default, finds in-place changes that torch counts, and optimizer steps. ``"all"``
-                also finds writes through ``.data``: it reads all shards twice a step, and waits. ``"off"`` finds none.
+            level: ``"counted"``, the default, finds in-place changes that torch counts, and optimizer steps; writes
+                through ``.data`` are not counted. ``"off"`` finds none.
             recurse: apply the setting to the sharded modules below this one too.
 
         Raises:
-            ConfigurationError: ``level`` is none of these.
+            ConfigurationError: ``level`` is neither of these.
         """
         from composable_fsdp.plugins.checks.writes import set_in_place_check
 

@@ -340,7 +340,6 @@ def full_parameters_copies_and_conversions() -> tuple[object, ...]:
 @case
 def accumulation_and_choices() -> tuple[object, ...]:
     model = sharded(layers(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    model.set_in_place_check("all")
     model.set_reduce_scatter_unused_params(True)
     with no_sync(model):
         step(model)

@@ -156,7 +156,6 @@ def train(
         first.reshard()
         state = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state)
-        model.set_in_place_check("all")
     results.extend(value.full_tensor() for value in state.values())
     return results
 

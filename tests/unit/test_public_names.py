@@ -158,7 +158,7 @@ BY_HAND = r"is not supported in this version; set_schedule\(prefetch_limit=, max
             "set_max_extra_bytes",
             r"set_max_extra_bytes is not supported in this version; set_schedule\(prefetch_limit=, max_f.* by hand",
         ),
-        ("set_version_check", r'.* is now model\.set_in_place_check\("all"\) for True, and \("off"\) for False\.'),
+        ("set_version_check", r'.* is now model\.set_in_place_check\("counted"\) for True, and \("off"\) for False\.'),
         ("set_all_gather_layout", r".* leave it out, since large parameters are gathered into their place without cop"),
         ("set_all_gather_output_fn", r".* leave it out: shards of dim 0 need no copy .* fsdp_post_all_gather of a ten"),
         ("set_reduce_scatter_input_fn", r".* leave it out, or change what is sent by comm_policy\."),

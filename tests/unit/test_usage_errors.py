@@ -368,8 +368,8 @@ def test_an_optimizer_step_between_forward_and_backward_is_an_error(optimizer_of
     loss = model(X).sum()
     optimizer.step()
     loss.backward()
-    with pytest.raises(ConfigurationError, match=r"^set_in_place_check takes one of \['off', .*'all'\], not True\.$"):
-        model.set_in_place_check(True)
+    with pytest.raises(ConfigurationError, match=r"^set_in_place_check takes .*, not 'all'\. .* is gone"):
+        model.set_in_place_check("all")
     model.set_in_place_check("counted")
     loss = model(X).sum()
     optimizer.step()
@@ -395,32 +395,12 @@ def test_an_in_place_change_between_forward_and_backward_is_named() -> None:
     loss = model(X).sum()
     bias.to_local().data.fill_(2.0)  # does not increment the version
     loss.backward()
-    model.set_in_place_check("all")
-    loss = model(X).sum()
-    bias.to_local().data.fill_(3.0)
-    with pytest.raises(LifecycleError, match=r"between forward and backward: \['2\.linear\.bias'\]\."):
-        loss.backward()
-
-
-@pytest.mark.behaviour("H-06")
-def test_parameters_that_are_nan_or_complex_have_not_changed() -> None:
-    for dtype, value in ((torch.float32, float("nan")), (torch.complex64, 1j)):
-        model: Any = nn.Linear(4, 4, dtype=dtype)
-        with torch.no_grad():
-            model.weight.fill_(value)
-        fully_shard(model)
-        model.set_in_place_check("all")
-        model(torch.ones(2, 4, dtype=dtype)).abs().sum().backward()
-        assert model.weight.grad is not None
 
 
 @pytest.mark.behaviour("H-06", "C-12")
-@pytest.mark.parametrize("reads_shards", [False, True])
-def test_operations_allowed_between_forward_and_backward(reads_shards: bool) -> None:
+def test_operations_allowed_between_forward_and_backward() -> None:
     """Allows all forwards, steps of other models, reads of full parameters, and steps after gradients are ready."""
     model, other = build(), build()
-    if reads_shards:
-        model.set_in_place_check("all")
     steps = torch.optim.SGD(other.parameters(), lr=0.1, foreach=True)
     losses = [model(X).sum() for _ in range(2)]  # several forwards before the first backward
     with torch.no_grad():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.autograd.graph import increment_version
@@ -22,103 +21,62 @@ from composable_fsdp.errors import ConfigurationError, LifecycleError, Parameter
 # -- Parameters that change between a forward and its backward, which would give wrong gradients
 #
 # Torch counts in-place changes, as autograd does for saved tensors. It misses those of foreach and fused optimizers on
-# DTensors, which ``optimizer_steps`` adds, and writes through ``.data``, which only reading the shards can find.
+# DTensors, which ``optimizer_steps`` adds, and writes through ``.data``.
 
-_Seen: TypeAlias = tuple[Registration, list[int], list[list[int]] | None]
-"""A group's registration, versions and, if shards are read, the bits of their sums: as floats, nan would not equal nan.
-
-Versions of different registrations are not comparable.
-"""
-
-_reads_shards: WeakKeyDictionary[FSDPState, bool | None] = WeakKeyDictionary()
-"""For states of which the user has set it: the sums of all shards are compared too; ``None`` compares nothing."""
-_LEVELS = {"off": None, "counted": False, "all": True}
-_is_set = False  # True once the user has set any: a truth test of the dictionary takes three calls
+unchecked: WeakSet[FSDPState] = WeakSet()
+"""The states for which the user has turned the check off."""
+_is_set = False  # True once the user has set any: a truth test of the set takes three calls
 
 
 def set_in_place_check(states: Sequence[FSDPState], level: str) -> None:
-    """Set what is compared of ``states``: nothing, what torch counts, or the values of shards too."""
+    """Set what is compared of ``states``: nothing, or what torch counts."""
     global _is_set
-    if level not in _LEVELS:
-        raise ConfigurationError(f"set_in_place_check takes one of {[*_LEVELS]}, not {level!r}.")
+    if level not in ("off", "counted"):
+        raise ConfigurationError(
+            f"set_in_place_check takes 'counted' or 'off', not {level!r}. ('all' is gone: writes through .data are not "
+            "found. Write in place under torch.no_grad(), which torch counts.)"
+        )
     _is_set = True
-    _reads_shards.update(dict.fromkeys(states, _LEVELS[level]))
-
-
-def reads_shards(state: FSDPState) -> bool | None:
-    """Return whether the values of the shards of ``state`` are compared too, or ``None`` if nothing is."""
-    return _reads_shards.get(state, False)
+    (unchecked.update if level == "off" else unchecked.difference_update)(states)
 
 
 class VersionCheck(Observer):
     """Compares the parameters of a group in backward with those in forward."""
 
     def after_copy(self, state: FSDPState, clone: FSDPState) -> None:
-        if state in _reads_shards:
-            _reads_shards[clone] = _reads_shards[state]
+        if state in unchecked:
+            unchecked.add(clone)
 
     def enter_forward(self, root: ObservedRoot, call: ForwardCall) -> None:
-        reads = reads_shards(call.state) if _is_set else False
-        if reads is not None and torch.is_grad_enabled():
-            group = call.state.group
-            registration = group.registration
-            call.run.seen = registration, registration.versions, _sums(group) if reads else None
+        if torch.is_grad_enabled() and not (_is_set and call.state in unchecked):
+            registration = call.state.group.registration
+            call.run.seen = registration, registration.versions
 
     def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
-        seen: _Seen | None = call.run.seen
+        seen: tuple[Registration, list[int]] | None = call.run.seen
         if seen is not None:
-            registration, versions, sums = seen
-            is_registered = registration is call.state.group.registration
-            if sums is not None or not is_registered or registration.versions != versions:
-                _compare(call.state.group, seen)
+            registration, versions = seen
+            # Another registration has other counters: tensors were rebuilt, or requires_grad was changed.
+            if registration is call.state.group.registration and registration.versions != versions:
+                raise _changed_error(call.state.group, versions)
 
 
-def _compare(group: ParamGroup, seen: _Seen) -> None:
-    """Compare the parameters of ``group`` with ``seen``, those in forward.
-
-    Raises:
-        LifecycleError: parameters have changed since. The error names them.
-    """
-    registration, versions, sums = seen
-    registration_now = group.registration
-    versions_now, sums_now = registration_now.versions, _sums(group) if sums is not None else None
-    if registration_now is not registration:  # tensors were rebuilt, or requires_grad was changed
-        versions_now = versions
-    if (versions, sums) == (versions_now, sums_now):
-        return
-    parameters = group.parameters
-    changed = _changed(group, versions, versions_now)
-    if sums is not None and sums_now is not None:
-        changed |= _changed(group, sums, sums_now)
+def _changed_error(group: ParamGroup, versions: Sequence[int]) -> LifecycleError:
+    """Return the error for parameters of ``group`` that have changed since their ``versions`` in forward."""
+    parameters, versions_now = group.parameters, group.registration.versions
+    pairs = zip(parameters, versions, versions_now, strict=False)
+    changed = {p for p, before, after in pairs if before != after}
     if not changed:  # changed through the local tensors, which share one version counter per bucket
         sharing = [bucket.parameters for bucket in group.buckets for _ in bucket.versioned]
         memory, memory_now = versions[len(parameters) :], versions_now[len(parameters) :]
         changed = {p for ps, then, at in zip(sharing, memory, memory_now, strict=True) if then != at for p in ps}
     names = [p.name for p in parameters if p in changed]
-    raise LifecycleError(
+    return LifecycleError(
         f"parameters of {group.name!r} were changed in place between forward and backward: {names}. Their gradients "
         "would be those of a model that never ran. Step the optimizer, or load values, after backward only. Then call "
         "reset_iter_state() on the root module before the next step. model.set_in_place_check('off') turns this "
         "check off."
     )
-
-
-@torch.no_grad()
-def _sums(group: ParamGroup) -> list[list[int]]:
-    return [_sum_of(parameter) for parameter in group.parameters]
-
-
-def _changed(group: ParamGroup, then: Sequence[object], now: Sequence[object]) -> set[ShardedParameter]:
-    return {p for p, before, after in zip(group.parameters, then, now, strict=False) if before != after}
-
-
-def _sum_of(parameter: ShardedParameter) -> list[int]:
-    local = parameter.local
-    if type(local) is not torch.Tensor:  # a tensor subclass, which may not implement sum
-        return []
-    total = local.sum(dtype=torch.promote_types(local.dtype, torch.float64))
-    bits: list[int] = total.reshape(1).view(torch.int64).tolist()
-    return bits
 
 
 # -- Writes between passes to parameters that stay unsharded: kept in the shards, or refused
@@ -166,16 +124,11 @@ class UnshardedWrites(Observer):
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[FSDPState, _Known] = WeakKeyDictionary()
-        self._refused: list[ParameterError] = []
+        self._refused: list[ParameterError | None] = []
 
     def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
-        errors = []
-        for state in root.states.values():
-            if state.kept is not None and state.group.parameter_state is _UNSHARDED:
-                known = self._known.get(state)
-                if known is not None and known.shows_writes:
-                    errors.append(_keep_writes(root, state, known, compares_values=False))
-        _raise(*errors)  # once all groups have their own values
+        kept = (state for state in root.states.values() if state.kept is not None)
+        _raise(*[self._keep(root, state, compares_values=False) for state in kept])  # once all have their own values
 
     def before_end(self, root: ObservedRoot, which: Pass) -> Sequence[Work]:
         for state in root.states.values():
@@ -191,19 +144,20 @@ class UnshardedWrites(Observer):
 
     def reset(self, root: ObservedRoot) -> bool:
         if root.current_pass is Pass.IDLE:  # what was written in a pass that failed is dropped
-            errors = (self._keep(root, state) for state in root.states.values())
-            self._refused = [error for error in errors if error is not None]
+            self._refused = [self._keep(root, state) for state in root.states.values()]
         return False
 
     def after_reset(self, root: ObservedRoot) -> None:
         refused, self._refused = self._refused, []
         _raise(*refused)
 
-    def _keep(self, root: ObservedRoot, state: FSDPState) -> ParameterError | None:
+    def _keep(self, root: ObservedRoot, state: FSDPState, *, compares_values: bool = True) -> ParameterError | None:
         known = self._known.get(state)
         if known is None or state.kept is None or state.group.parameter_state is not _UNSHARDED:
             return None
-        return _keep_writes(root, state, known, compares_values=True)
+        if not (compares_values or known.shows_writes):
+            return None
+        return _keep_writes(root, state, known, compares_values=compares_values)
 
     def _note(self, state: FSDPState) -> None:
         registration, known = state.group.registration, self._known.get(state)
