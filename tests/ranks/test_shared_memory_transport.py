@@ -163,14 +163,14 @@ def free_memory_after_a_burst() -> None:
     blocks = communicator.engine.blocks
     output = torch.empty(communicator.size * LARGE)
     works = [communicator.launch(Collective.ALL_GATHER, [Transfer(output, torch.ones(LARGE))]) for _ in range(20)]
-    assert blocks.written_bytes == 20 * memory.BLOCK_BYTES
+    assert sum(blocks.written) == 20 * memory.BLOCK_BYTES
     for work in works:
         work.wait()
     for _ in range(3):
         communicator.launch(Collective.ALL_GATHER, [Transfer(output[: 4 * communicator.size], torch.ones(4))]).wait()
-    assert blocks.written_bytes <= memory._KEPT_BYTES + memory.BLOCK_BYTES
+    assert sum(blocks.written) <= memory._KEPT_BYTES + memory.BLOCK_BYTES
     resident = sum(os.fstat(segment.descriptor).st_blocks * 512 for segment in blocks.segments)
-    assert resident <= blocks.written_bytes
+    assert resident <= sum(blocks.written)
     communicator.launch(Collective.ALL_GATHER, [Transfer(output, make_shard(communicator.rank, LARGE))]).wait()
     assert torch.equal(output, torch.cat([make_shard(peer, LARGE) for peer in range(communicator.size)]))
 

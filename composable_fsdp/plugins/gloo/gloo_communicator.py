@@ -149,15 +149,11 @@ class GlooCommunicator:
         if op is not ReduceOp.SUM:
             raise UnsupportedError("a communicator over gloo does not average: ask for its traits, or sum and divide.")
         messages = self._messages(transfers) if kind is Collective.REDUCE_SCATTER else []
-        if self.broken:
-            self.check()
+        self.check()
         self.launched += 1
-        number = self.launched
-        works: list[Work] = []
-        own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        finish = None
+        tag = _DATA + self.launched % _DATA_TAGS
+        works, own, finish = list[Work](), list[tuple[torch.Tensor, torch.Tensor]](), None
         try:
-            tag = _DATA + number % _DATA_TAGS
             if kind is Collective.REDUCE_SCATTER:
                 for _, parts, summands in messages:
                     works += self.exchange(parts, summands, tag)
@@ -172,15 +168,17 @@ class GlooCommunicator:
                     own.append((rows[self.rank], parts[self.rank]))
         except RuntimeError as error:
             raise self.lost(error, 0.0) from error
-        _copy(own)  # overlaps with the messages
-        return GlooWork(self, number, label or kind.label, works, finish)
+        for target, source in own:  # this rank's own part, while the messages are on their way
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+        return GlooWork(self, self.launched, label or kind.label, works, finish)
 
     def _messages(self, transfers: Sequence[Transfer]) -> list[_Message]:
         """Return the messages of a reduce-scatter. Small tensors share one for each dtype, and are copied in."""
         small: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         large: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         for output, full in transfers:
-            rows = full.view(self.size, full.numel() // self.size)
+            rows = self._rows(full)
             if full.nbytes >= self.traits.zero_copy_min_bytes:
                 large.append(([output], [rows]))
             else:
@@ -282,30 +280,25 @@ class GlooCommunicator:
 
     def exchange_numbers(self, own: int) -> list[int]:
         """Return the numbers of all ranks, in rank order. All of them must call it together."""
-        sent = torch.tensor([own])
-        received = torch.empty(self.size, dtype=torch.int64)
-        self._exchange_now(sent, list(received.split(1)), _NUMBER)
-        received[self.rank] = own
-        return cast(list[int], received.tolist())
+        return [int(each) for each in self._exchange_now(torch.tensor([own]), _NUMBER)]
 
     def exchange_texts(self, own: str) -> dict[int, str]:
         """Return the texts of all ranks by global rank. All of them must call it together."""
         text = own.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        received = [torch.empty_like(sent) for _ in range(self.size)]
-        self._exchange_now(sent, received, _TEXT)
-        received[self.rank] = sent
+        received = self._exchange_now(torch.frombuffer(bytearray(text), dtype=torch.uint8), _TEXT)
         texts = (bytes(each.numpy()).rstrip(b"\0").decode(errors="replace") for each in received)
         return dict(zip(self.ranks, texts, strict=True))
 
-    def _exchange_now(self, sent: torch.Tensor, received: Sequence[torch.Tensor], tag: int) -> None:
+    def _exchange_now(self, own: torch.Tensor, tag: int) -> list[torch.Tensor]:
         self.check()
+        received = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
         begin = time.monotonic()
         try:
-            for work in self.exchange([sent] * self.size, received, tag):
+            for work in self.exchange([own] * self.size, received, tag):
                 work.wait()
         except RuntimeError as error:
             raise self.lost(error, time.monotonic() - begin) from error
+        return received
 
 
 class _Message(NamedTuple):
@@ -322,13 +315,6 @@ def _add_up(messages: Sequence[_Message]) -> None:
         columns = zip(*[summand.split(widths) for summand in summands], strict=True)
         for output, column in zip(outputs, columns, strict=True):
             add_up(column, output)
-
-
-def _copy(own: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy this rank's own part to its output."""
-    for target, source in own:
-        if target.data_ptr() != source.data_ptr():
-            target.copy_(source)
 
 
 def over_gloo(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator | None:

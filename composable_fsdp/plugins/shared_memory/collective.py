@@ -79,6 +79,7 @@ class StagedCollective:
 
     Attributes:
         label: the name of the operation in errors.
+        num_rounds: the number of rounds, at least one.
         nbytes: the size in bytes, which must be the same on all ranks.
         shape: a hash of the tensors' sizes, which must be the same on all ranks.
         segment: memory that this rank shares with all others, or ``None``.
@@ -94,13 +95,9 @@ class StagedCollective:
         rows = size - 1 if to_each else 1
         ranges = tuple(StagedRange(m.numel, m.input.itemsize, rows) for m in pairs)
         self._rounds: tuple[Round, ...] = plan_rounds(ranges, SLOT_BYTES)
+        self.num_rounds = len(self._rounds)
         self.nbytes = sum(numel * itemsize for numel, itemsize, _ in ranges)
         self.shape = hash(ranges)
-
-    @property
-    def num_rounds(self) -> int:
-        """The number of rounds, at least one."""
-        return len(self._rounds)
 
     @property
     def staged_bytes(self) -> int:
@@ -155,16 +152,10 @@ def _staged(memory: torch.Tensor, round: int, piece: Piece, index: int, dtype: t
 
 def collective(kind: Collective, rank: int, size: int, transfers: Sequence[Transfer], label: str) -> StagedCollective:
     """Return the operation for a collective of ``kind``, which is no barrier."""
-    if kind is Collective.ALL_GATHER:
-        pairs = [_Pair(t.output, t.input, t.input.numel()) for t in transfers]
-    elif kind is Collective.ALL_TO_ALL:
-        pairs = [_Pair(t.output, t.input, t.input.numel() // size) for t in transfers]
-    else:
-        pairs = [_Pair(t.output, t.input, t.output.numel()) for t in transfers]
-    to_each, sums = (
-        kind in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL),
-        kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE),
-    )
+    rows = size if kind is Collective.ALL_TO_ALL else 1  # in the smaller of two tensors
+    pairs = [_Pair(t.output, t.input, min(t.output.numel(), t.input.numel()) // rows) for t in transfers]
+    to_each = kind in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+    sums = kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
     return StagedCollective(label, rank, size, pairs, to_each=to_each, sums=sums)
 
 

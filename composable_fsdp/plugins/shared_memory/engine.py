@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 
@@ -101,7 +100,6 @@ class ShmEngine:
         self._name, self.generation = name, -1
         self.reopen(shm_socket)
         _engines.add(self)
-        _abandon_in_forked_processes()
 
     def reopen(self, shm_socket: ShmSocket) -> None:
         """Restart over ``shm_socket`` after the connection was given up. All ranks must call it together."""
@@ -116,15 +114,12 @@ class ShmEngine:
         self._running: deque[_Running] = deque()
         self._peer_blocks: dict[int, list[torch.Tensor]] = {peer: [] for peer in shm_socket.peers}
         """The staging blocks of each peer."""
-        self._broken = ""
+        self.broken = ""
+        """Why the connection cannot be used any more."""
         self._last_completed = ""
         """The label of the last completed operation."""
         self._wait_reported = False
         """True while the watchdog knows what this rank waits for."""
-
-    @property
-    def is_broken(self) -> bool:
-        return bool(self._broken)
 
     def segment(self, nbytes: int) -> Segment:
         """Return new memory to share with the peers."""
@@ -146,7 +141,7 @@ class ShmEngine:
             self.give_up(error, running)
             raise
         self._running.append(running)
-        _thread_engines().add(self)
+        _in_thread.engines.add(self)
         return ShmWork(self, running.sequence)
 
     def _begin(self, running: _Running) -> None:
@@ -167,7 +162,7 @@ class ShmEngine:
 
     def _take_block(self, running: _Running) -> int:
         self.blocks.release(min(self.completed, *self._socket.completed.values()))
-        if not self.blocks.has_free:
+        if not self.blocks.free:
             self._socket.receive_all()
             self.blocks.release(min(self.completed, *self._socket.completed.values()))
         return self.blocks.acquire(running.sequence, running.operation.staged_bytes)
@@ -190,7 +185,7 @@ class ShmEngine:
                 return
             if reached != (reached := (self.completed, self._running[0].round)):
                 since, patience = time.monotonic(), PATIENCE
-            others = [engine for engine in _thread_engines() if engine is not self]
+            others = [engine for engine in _in_thread.engines if engine is not self]
             for engine in others:
                 with suppress(FSDPError):  # raised again to the thread that waits for that operation
                     engine._advance(_LAST)
@@ -212,8 +207,8 @@ class ShmEngine:
         except BaseException as error:
             self.give_up(error)
             raise
-        if not self._running and not self._socket.has_unsent:
-            _thread_engines().discard(self)
+        if not self._running and not self._socket.unsent:
+            _in_thread.engines.discard(self)
 
     def _run(self, running: _Running) -> bool:
         """Advance one operation as far as its peers' messages allow. Return ``True`` when it is done."""
@@ -257,8 +252,8 @@ class ShmEngine:
 
     def check(self) -> None:
         """Raise a ``PeerError`` if the connection is broken."""
-        if self._broken:
-            raise self._peers.broken_error(self._broken)
+        if self.broken:
+            raise PeerError(f"{self._peers} cannot go on together, since {self.broken}")
 
     def _check_present(self, running: _Running, missing: Sequence[int]) -> None:
         ended = {peer: self._socket.ended[peer] for peer in missing if peer in self._socket.ended}
@@ -306,13 +301,13 @@ class ShmEngine:
 
     def give_up(self, error: BaseException, failed: object = "") -> None:
         """Close the connection because of ``error``, raised by ``failed`` or else by the oldest operation in flight."""
-        self._broken = self._broken or (str(error) if isinstance(error, FSDPError) else error_summary(error))
+        self.broken = self.broken or (str(error) if isinstance(error, FSDPError) else error_summary(error))
         if self._watchdog is not None and isinstance(error, PeerError):
             self._watchdog.blame(error.ranks)
         operation = failed or (self._running[0] if self._running else "an operation")
         self._socket.give_up(self._peers.failure_text(self.rank, error, operation))
         self._running.clear()
-        _thread_engines().discard(self)
+        _in_thread.engines.discard(self)
 
     def poll_events(self) -> dict[int, int]:
         """Return the events to poll for, by file descriptor."""
@@ -320,20 +315,21 @@ class ShmEngine:
 
     def abandon(self) -> None:
         """Close the sockets silently. A forked child must, because its parent still uses the connection."""
-        self._broken = "this process was forked from the one that had the connection."
+        self.broken = "this process was forked from the one that had the connection."
         self._socket.close()
 
 
 _engines: weakref.WeakSet[ShmEngine] = weakref.WeakSet()
-_in_thread = threading.local()
 
 
-def _thread_engines() -> weakref.WeakSet[ShmEngine]:
-    """Return the engines with operations in flight that this thread launched."""
-    if not hasattr(_in_thread, "engines"):
-        _in_thread.engines = weakref.WeakSet()
-    engines: weakref.WeakSet[ShmEngine] = _in_thread.engines
-    return engines
+class _InThread(threading.local):
+    """The engines with operations in flight that this thread launched."""
+
+    def __init__(self) -> None:
+        self.engines: weakref.WeakSet[ShmEngine] = weakref.WeakSet()
+
+
+_in_thread = _InThread()
 
 
 def _poll_engines(engines: Sequence[ShmEngine], seconds: float) -> None:
@@ -350,6 +346,4 @@ def _abandon_all() -> None:
         engine.abandon()
 
 
-@cache
-def _abandon_in_forked_processes() -> None:
-    os.register_at_fork(after_in_child=_abandon_all)
+os.register_at_fork(after_in_child=_abandon_all)

@@ -76,10 +76,6 @@ class Peers(NamedTuple):
             reports, {self.ranks[peer]: operation for peer, operation in last_known.items() if operation}
         )
 
-    def broken_error(self, reason: str) -> PeerError:
-        """Return the error for calls after the first failure."""
-        return PeerError(f"{self} cannot go on together, since {reason}")
-
     def order_error(self, number: int, own: tuple[int, str], other: tuple[int, str]) -> DivergenceError:
         """Return the error for two ranks that launched different operations as number ``number``."""
         about = {self.ranks[rank]: f"{label}, as operation {number} of {self}" for rank, label in (own, other)}

@@ -77,37 +77,29 @@ class Blocks:
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
-        self._written: list[int] = []
+        self.written: list[int] = []
         """By block, the bytes from its start that may have been written."""
-        self._free: list[int] = []  # a heap: reuse low indices first, so that few blocks are ever written
+        self.free: list[int] = []
+        """A heap of indices: reuse low ones first, so that few blocks are ever written."""
         self._in_use: deque[tuple[int, int]] = deque()
-
-    @property
-    def written_bytes(self) -> int:
-        """An upper bound of the memory that all blocks take, in bytes."""
-        return sum(self._written)
-
-    @property
-    def has_free(self) -> bool:
-        return bool(self._free)
 
     def acquire(self, sequence: int, nbytes: int) -> int:
         """Return a free block, or a new one, for the operation ``sequence``, which will write its first ``nbytes``."""
-        if not self._free:
+        if not self.free:
             self.segments.append(Segment(BLOCK_BYTES))
-            self._written.append(0)
-            self._free.append(len(self.segments) - 1)
-        block = heappop(self._free)
+            self.written.append(0)
+            self.free.append(len(self.segments) - 1)
+        block = heappop(self.free)
         self._in_use.append((sequence, block))
-        self._written[block] = max(self._written[block], nbytes)
+        self.written[block] = max(self.written[block], nbytes)
         return block
 
     def release(self, completed: int) -> None:
         """Free the blocks of the operations before ``completed``, which every rank has completed."""
         while self._in_use and self._in_use[0][0] < completed:
             _, block = self._in_use.popleft()
-            heappush(self._free, block)
-            if sum(self._written[b] for b in self._free) > _KEPT_BYTES:
-                last = max(self._free, key=lambda b: (self._written[b] > 0, b))
+            heappush(self.free, block)
+            if sum(self.written[b] for b in self.free) > _KEPT_BYTES:
+                last = max(self.free, key=lambda b: (self.written[b] > 0, b))
                 self.segments[last].discard()
-                self._written[last] = 0
+                self.written[last] = 0

@@ -71,14 +71,7 @@ class SharedMemoryCommunicator:
 
     @property
     def is_broken(self) -> bool:
-        return self.engine.is_broken
-
-    @property
-    def epoch(self) -> int:
-        return self.engine.epoch
-
-    def note_epoch_end(self) -> None:
-        self.engine.epoch += 1
+        return bool(self.engine.broken)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

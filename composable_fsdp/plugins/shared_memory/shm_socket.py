@@ -58,8 +58,6 @@ def label_in_message(label: str) -> str:
 
     A label names the modules of a group, of which there may be hundreds.
     """
-    if 4 * len(label) <= _LABEL_BYTES:  # no character takes more bytes
-        return label
     data = label.encode()
     if len(data) <= _LABEL_BYTES:
         return label
@@ -73,40 +71,34 @@ class ShmSocket:
         sockets: connected, non-blocking sockets of type ``SOCK_SEQPACKET``, by peer. They are closed with this object.
 
     Attributes:
+        peers: the peers.
+        unsent: by peer, the messages for which its socket has had no room.
         completed: by peer, the number of operations that it has completed according to the messages read.
         ended: by peer, the reason why it sends no more messages, empty if unknown.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
-        self._sockets = dict(sockets)
+        self._sockets, self.peers = dict(sockets), tuple(sockets)
         self._inbox: dict[int, dict[tuple[int, int], Message]] = {peer: {} for peer in sockets}
-        self._unsent: dict[int, deque[tuple[bytes, Segment | None]]] = {}
+        self.unsent: dict[int, deque[tuple[bytes, Segment | None]]] = {}
         self.completed = dict.fromkeys(sockets, 0)
         self.ended: dict[int, str] = {}
         self._finalizer = weakref.finalize(self, close, tuple(sockets.values()))
-
-    @property
-    def peers(self) -> Iterable[int]:
-        return self._inbox
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
 
     def broadcast(self, message: Message, segment: Segment | None = None) -> None:
         """Send ``message`` to every peer, with ``segment`` for them to map. Queues what a socket has no room for."""
         data = message.encoded()
         for peer in self._sockets:
-            if peer in self._unsent or not self._send(peer, data, segment):
-                self._unsent.setdefault(peer, deque()).append((data, segment))
+            if peer in self.unsent or not self._send(peer, data, segment):
+                self.unsent.setdefault(peer, deque()).append((data, segment))
 
     def flush(self) -> None:
         """Send queued messages as far as there is room."""
-        for peer, waiting in list(self._unsent.items()):
+        for peer, waiting in list(self.unsent.items()):
             while waiting and self._send(peer, *waiting[0]):
                 waiting.popleft()
             if not waiting:
-                del self._unsent[peer]
+                del self.unsent[peer]
 
     def _send(self, peer: int, data: bytes, segment: Segment | None) -> bool:
         sent = [] if segment is None else [_DESCRIPTOR.pack(segment.descriptor)]
@@ -170,19 +162,19 @@ class ShmSocket:
 
     def poll_events(self, peers: Iterable[int]) -> Iterator[tuple[socket.socket, int]]:
         """Yield the sockets and events to poll for, until ``peers`` have sent something or a queued message fits."""
-        events = dict.fromkeys(self._unsent, select.POLLOUT)
+        events = dict.fromkeys(self.unsent, select.POLLOUT)
         for peer in peers:
             events[peer] = events.get(peer, 0) | select.POLLIN
         return ((self._sockets[peer], mask) for peer, mask in events.items())
 
     def give_up(self, reason: str) -> None:
         """Send ``reason`` to all peers as our last message, and close."""
-        self._unsent.clear()
+        self.unsent.clear()
         self.broadcast(Message(0, _GIVE_UP_ROUND, 0, label=reason))
         self.close()
 
     def close(self) -> None:
-        self._unsent.clear()
+        self.unsent.clear()
         self._finalizer()
 
 
