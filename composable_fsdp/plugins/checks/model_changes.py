@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
-from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -26,15 +25,12 @@ from composable_fsdp.errors import ExecutionOrderWarning, PlainParameterWarning
 _SHOWN = 5
 
 
-_Places: TypeAlias = WeakKeyDictionary[nn.Module, set[str]]
-"""The attributes of plain parameters, by module."""
-
-
 class PlainParameters(Observer):
     """Remembers which parameters were plain when ``fully_shard`` was called, and warns of others. Copies have none."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[FSDPState, _Places] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[FSDPState, WeakKeyDictionary[nn.Module, set[str]]] = WeakKeyDictionary()
+        """The attributes of plain parameters, by state and module."""
 
     def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
         places = self._known[state] = WeakKeyDictionary()
@@ -42,31 +38,29 @@ class PlainParameters(Observer):
             places.setdefault(owner, set()).add(attribute)
 
     def before_assembly(self, root: FSDPState, states: Mapping[str, FSDPState]) -> None:
+        """Warn of plain trainable parameters that were added below ``root`` after it was sharded.
+
+        Warns:
+            PlainParameterWarning: there are such parameters.
+        """
         known = self._known.get(root)
-        if known is not None and root.group.axes.num_ranks > 1:
-            _warn_of_unmanaged(root, known)
-
-
-def _warn_of_unmanaged(root: FSDPState, known: _Places) -> None:
-    """Warn of plain trainable parameters that were added below ``root`` after it was sharded.
-
-    Warns:
-        PlainParameterWarning: there are such parameters.
-    """
-    unmanaged = [
-        f"{path}.{attribute}" if path else attribute
-        for path, owner, attribute, parameter in _plain(root.modules)
-        if parameter.requires_grad and attribute not in known.get(owner, ())
-    ]
-    if unmanaged:
-        more = f" and {len(unmanaged) - _SHOWN} more" if len(unmanaged) > _SHOWN else ""
-        warnings.warn(
-            f"parameters were added to {root.class_name} after fully_shard: {unmanaged[:_SHOWN]}{more}. They are plain "
-            "and trainable, and nobody averages their gradients over ranks, so their copies drift apart. Add adapters "
-            "and the like before fully_shard. Whoever reduces them otherwise may filter this PlainParameterWarning.",
-            PlainParameterWarning,
-            stacklevel=2,
-        )
+        if known is None or root.group.axes.num_ranks == 1:
+            return
+        unmanaged = [
+            f"{path}.{attribute}" if path else attribute
+            for path, owner, attribute, parameter in _plain(root.modules)
+            if parameter.requires_grad and attribute not in known.get(owner, ())
+        ]
+        if unmanaged:
+            more = f" and {len(unmanaged) - _SHOWN} more" if len(unmanaged) > _SHOWN else ""
+            warnings.warn(
+                f"parameters were added to {root.class_name} after fully_shard: {unmanaged[:_SHOWN]}{more}. They are "
+                "plain and trainable, and nobody averages their gradients over ranks, so their copies drift apart. Add "
+                "adapters and the like before fully_shard. Whoever reduces them otherwise may filter this "
+                "PlainParameterWarning.",
+                PlainParameterWarning,
+                stacklevel=2,
+            )
 
 
 def _plain(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
@@ -98,22 +92,19 @@ class ForwardOrder(Observer):
         return ForwardOrder()
 
     def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
-        is_whole = running.kind == "forward" and running.module == root.root_state.name and running.succeeded
-        if is_whole and root.root_state.options.of_plugins.get("order check") is not OrderCheck.OFF:
-            self.compare(root.plans.record.ended)
-
-    def compare(self, order: Sequence[str]) -> None:
-        """Compare ``order``, that of a completed forward, with the first one.
+        """Compare the order of a completed forward with the first one.
 
         Warns:
             ExecutionOrderWarning: they differ. It is warned once.
         """
-        if self._has_warned or not order:
+        is_whole = running.kind == "forward" and running.module == root.root_state.name and running.succeeded
+        if self._has_warned or not is_whole:
             return
-        if not self._first:
-            self._first = tuple(order)
+        if root.root_state.options.of_plugins.get("order check") is OrderCheck.OFF:
             return
-        if self._first == tuple(order):
+        order = tuple(root.plans.record.ended)
+        self._first = self._first or order
+        if not order or order == self._first:
             return
         self._has_warned = True
         rank = dist.get_rank() if dist.is_initialized() else 0
