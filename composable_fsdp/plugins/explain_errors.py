@@ -85,8 +85,8 @@ def explain(error: BaseException) -> str | None:
 def explanation_of(error: BaseException) -> str | None:
     """Return a text that names the sharded parameter an error of torch is about, or ``None`` for other errors.
 
-    It is the first one found in the lines of the traceback and in its locals, innermost frame first, or in a module
-    among these. Otherwise the text names those below such a module, of which it may be one.
+    It is the first one found in the lines of the traceback and in its locals, innermost frame first. If there is none,
+    the text names those of the first module among these, of which it may be one.
     """
     no_storage = isinstance(error, RuntimeError) and _NO_STORAGE in str(error)
     if not no_storage and not is_mixed(error):
@@ -97,7 +97,7 @@ def explanation_of(error: BaseException) -> str | None:
     values = [value for frame, line in reversed(frames) for value in _values_in(frame, line)]
     if no_storage:
         return _explain_storage(values)
-    texts = (explain_value(value) for explain_value in (_explain_value, _explain_below) for value in values)
+    texts = (explain_value(value) for explain_value in (_explain_value, _explain_module) for value in values)
     return next(filter(None, texts), None)
 
 
@@ -137,21 +137,18 @@ def _explain_storage(values: Iterable[object]) -> str | None:
 
 
 def _explain_value(value: object) -> str | None:
-    """Return the explanation if ``value`` is a sharded parameter, or a module that has one of its own."""
-    module = value if isinstance(value, nn.Module) else None
-    for name, parameter in ({"": value} if module is None else module._parameters).items():
-        found, state = find_parameter(parameter), state_of_parameter(parameter)
-        if found is not None and found.sharded is parameter and state is not None:
-            known = f"{name!r} of this {type(module).__name__.removeprefix('FSDP')}" if name else repr(found.name)
-            return (
-                f"parameter {known} is sharded, being in the group of {state.name!r} ({state.class_name}): only calls "
-                f"of that module bring it into memory. {_REMEDY}"
-            )
-    return None
+    """Return the explanation if ``value`` is a sharded parameter."""
+    found, state = find_parameter(value), state_of_parameter(value)
+    if found is None or found.sharded is not value or state is None:
+        return None
+    return (
+        f"parameter {found.name!r} is sharded, being in the group of {state.name!r} ({state.class_name}): only calls "
+        f"of that module bring it into memory. {_REMEDY}"
+    )
 
 
-def _explain_below(value: object) -> str | None:
-    """Return the explanation if ``value`` is a module with sharded parameters below it."""
+def _explain_module(value: object) -> str | None:
+    """Return the explanation if ``value`` is a module with sharded parameters."""
     if not isinstance(value, nn.Module):
         return None
     found = ((name, p, find_parameter(p)) for name, p in value.named_parameters())
