@@ -7,7 +7,7 @@ is already done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -91,15 +91,6 @@ class Pooled(Around):
         return self.base.allocate(numel, dtype, device)
 
 
-def _check(kind: Collective, collective: object) -> None:
-    allocate: Callable[..., Any] | None = getattr(collective, "allocate", None)
-    if not callable(collective) or not callable(allocate):
-        raise ArgumentTypeError(
-            f"set_custom_{kind.value} takes an object with allocate(size, *, dtype, device) that can be called with "
-            f"(output_tensor, input_tensor, group, ...), not {type(collective).__name__}."
-        )
-
-
 @dataclass(frozen=True)
 class ChosenChannels(Channels):
     """The choices of the user for one group and pair of axes.
@@ -148,8 +139,12 @@ def choose(states: Iterable[FSDPState], **choices: Any) -> None:
         ArgumentTypeError: a custom collective lacks ``allocate`` or cannot be called.
     """
     for name, kind in (("custom_gather", Collective.ALL_GATHER), ("custom_scatter", Collective.REDUCE_SCATTER)):
-        if name in choices:
-            _check(kind, choices[name])
+        collective = choices.get(name)
+        if name in choices and not (callable(collective) and callable(getattr(collective, "allocate", None))):
+            raise ArgumentTypeError(
+                f"set_custom_{kind.value} takes an object with allocate(size, *, dtype, device) that can be called "
+                f"with (output_tensor, input_tensor, group, ...), not {type(collective).__name__}."
+            )
     for state in states:
         for pgs in state.group.process_groups:
             pgs.choose(replace(_chosen(pgs), **choices))

@@ -185,9 +185,9 @@ class UnusedGroups:
     def __init__(self, order: Sequence[tuple[str, int]]) -> None:
         self._order = [group for group, _ in order]
         self._place = {group: place for place, group in enumerate(self._order)}
-        self._end = [place + 1 + inside for place, (_, inside) in enumerate(order)]
+        self._end = {group: place + 1 + inside for place, (group, inside) in enumerate(order)}
         self._next = 0
-        self._open: list[int] = []
+        self._open: list[str] = []
 
     def is_late(self, group: str) -> bool:
         """Return whether ``group``, or a later group, has begun already."""
@@ -204,8 +204,7 @@ class UnusedGroups:
 
     def inside(self, group: str) -> list[SkippedGroup]:
         """End ``group`` and return the skipped groups inside it."""
-        place = self._place.get(group)
-        return [] if place is None else self._up_to(self._end[place])
+        return self._up_to(self._end.get(group, 0))
 
     def rest(self) -> list[SkippedGroup]:
         """Return all groups that are left at the end of forward."""
@@ -216,14 +215,14 @@ class UnusedGroups:
         for place in range(self._next, end):
             skipped += self._close(place)
             skipped.append(SkippedGroup(self._order[place], begins=True))
-            self._open.append(place)
+            self._open.append(self._order[place])
         self._next = max(self._next, end)
         return skipped + self._close(end)
 
     def _close(self, place: int) -> list[SkippedGroup]:
         skipped = []
         while self._open and self._end[self._open[-1]] <= place:
-            skipped.append(SkippedGroup(self._order[self._open.pop()], begins=False))
+            skipped.append(SkippedGroup(self._open.pop(), begins=False))
         return skipped
 
 

@@ -158,10 +158,8 @@ class ClientState:
 
     _auto_reshard_after_forward = property(None, _set_auto_reshard)
 
-    @property
-    def _state_ctx(self) -> ClientState:
-        """The object shared by all states of a root. Each view can serve as it."""
-        return self
+    _state_ctx = property(lambda view: view)
+    """The object shared by all states of a root. Each view can serve as it."""
 
     def _share(self, streams: CommStreams) -> None:
         root_of(self._state).streams = streams
@@ -169,10 +167,9 @@ class ClientState:
     _comm_ctx = comm_ctx = property(lambda view: root_of(view._state).streams, _share)
     """One object for each communication context: pipelines compare its identity. Torch's ``share_comm_ctx`` sets it."""
 
-    @property
-    def manual_backward_finalization(self) -> bool:
-        root = self._state.root
-        return root is not None and root.finalization.is_manual
+    manual_backward_finalization = property(
+        lambda view: view._state.root is not None and view._state.root.finalization.is_manual
+    )
 
     @property
     def all_states(self) -> list[Any]:
@@ -180,13 +177,8 @@ class ClientState:
         states = root_of(self._state).states.values()
         return [find_state(module) for state in states for module in state.modules[:1]]
 
-    @property
-    def _fsdp_param_group(self) -> ClientState | None:
-        return self if self._state.group.parameters else None
-
-    @property
-    def _fsdp_param_groups(self) -> list[ClientState]:
-        return [self] if self._state.group.parameters else []
+    _fsdp_param_group = property(lambda view: view if view._state.group.parameters else None)
+    _fsdp_param_groups = property(lambda view: [view] if view._state.group.parameters else [])
 
     def _root_post_backward_final_callback(self) -> None:
         """End a backward: reduce remaining gradients, and wait for the reductions if it is the last backward."""
@@ -226,9 +218,7 @@ class ClientState:
     pre_backward = _replaceable("pre_backward")
     post_backward = _replaceable("post_backward")
 
-    @property
-    def fsdp_params(self) -> list[ClientParam]:
-        return [ClientParam(parameter) for parameter in self._state.group.parameters]
+    fsdp_params = property(lambda view: [ClientParam(parameter) for parameter in view._state.group.parameters])
 
     @property
     def mesh_info(self) -> Any:
