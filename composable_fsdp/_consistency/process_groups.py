@@ -29,12 +29,6 @@ class LostError(PeerError):
         self.timed_out = timed_out
 
 
-def timeout_of_backend(backend: Any) -> float:
-    """Return the timeout of a backend in seconds; the default one if it does not tell."""
-    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.distributed_c10d.default_pg_timeout)
-    return cast(timedelta, timeout).total_seconds()
-
-
 def part_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     """Return a new process group of ``size`` neighbouring ranks of ``group``, this one among them.
 
@@ -54,11 +48,12 @@ def part_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the timeout of ``group`` in seconds, that of its CPU backend if it has one."""
-    if type(group) is not dist.ProcessGroup:
-        return timeout_of_backend(group)
-    device = min(group._device_types, key=lambda device: not is_host(device))
-    return timeout_of_backend(group._get_backend(device))
+    """Return the timeout of ``group`` in seconds, that of its CPU backend if it has one; the default if none tells."""
+    backend: Any = group
+    if type(group) is dist.ProcessGroup:
+        backend = group._get_backend(min(group._device_types, key=lambda device: not is_host(device)))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.distributed_c10d.default_pg_timeout)
+    return cast(timedelta, timeout).total_seconds()
 
 
 # -- Collectives of setup: tensors from the first rank of a mesh to all of its ranks, and objects from every rank

@@ -173,14 +173,12 @@ def explained_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any]
 
     Coroutines and generators stay, since programs ask for their kind, and they run after the call.
     """
-    members: dict[str, Any] = {}
-    for base in reversed(original.__mro__[: original.__mro__.index(nn.Module)]):
-        members |= vars(base)  # also what is no method, and overrides one
+    names = (name for name in dir(original) if not name.startswith("_") and not hasattr(nn.Module, name))
+    members = ((name, inspect.getattr_static(original, name)) for name in names)
     return {
         name: _explaining(name, value)
-        for name, value in members.items()
+        for name, value in members
         if isinstance(value, FunctionType) and not value.__code__.co_flags & _RUNS_LATER
-        if not name.startswith("_") and not hasattr(nn.Module, name)
     }
 
 

@@ -161,7 +161,8 @@ def close_connections_before_raising() -> None:
 
     with mock.patch.object(GlooCommunicator, "_close", watched):
         waiting = connected()
-        work = GlooWork(waiting, 1, "all-gather", [Interrupted()])
+        waiting.kept[key := (waiting.generation, 1)] = [Interrupted()]
+        work = GlooWork(waiting, key, "all-gather")
         decorated = Watched(waiting, None)
         with pytest.raises(KeyboardInterrupt):
             _WatchedWork(decorated, OperationId(waiting.ranks, 1, "all-gather"), work, decorated.end_wait).wait()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -71,25 +72,19 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 """The generation of the connections per process group. Each has its own keys, because keys stay in the store."""
 
 
+@dataclass(eq=False)
 class GlooWork:
-    """The work of one operation: gloo's works and a ``finish`` step. Waiting again does nothing.
+    """The work of one operation: gloo's works, which the connection keeps by ``key``, and a ``finish`` step.
 
-    The connection keeps the works alive until then, since gloo closes a connection if the receiver of a message is
-    deleted.
+    They are kept alive until they are waited for, since gloo closes a connection if the receiver of a message is
+    deleted. Waiting again does nothing.
     """
 
-    def __init__(
-        self,
-        communicator: GlooCommunicator,
-        number: int,
-        label: str,
-        works: Sequence[Work],
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._communicator, self._label, self._finish = communicator, label, finish
-        self._key = communicator.generation, number
-        communicator.kept[self._key] = works
-        self._is_done = False
+    communicator: GlooCommunicator
+    key: tuple[int, int]
+    label: str
+    finish: Callable[[], None] | None = None
+    _is_done: bool = False
 
     def wait(self) -> None:
         """Wait for gloo's works and run ``finish``.
@@ -99,11 +94,11 @@ class GlooWork:
             LostError: gloo failed.
         """
         if not self._is_done:
-            self._communicator.wait(self._key, self._label)
+            self.communicator.wait(self.key, self.label)
             self._is_done = True
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
 
 
 class GlooCommunicator:
@@ -171,7 +166,9 @@ class GlooCommunicator:
         for target, source in own:  # this rank's own part, while the messages are on their way
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
-        return GlooWork(self, self.launched, label or kind.label, works, finish)
+        key = self.generation, self.launched
+        self.kept[key] = works
+        return GlooWork(self, key, label or kind.label, finish)
 
     def _messages(self, transfers: Sequence[Transfer]) -> list[_Message]:
         """Return the messages of a reduce-scatter. Small tensors share one for each dtype, and are copied in."""
