@@ -183,47 +183,40 @@ class UnusedGroups:
     """
 
     def __init__(self, order: Sequence[tuple[str, int]]) -> None:
-        self._order = [group for group, _ in order]
-        self._place = {group: place for place, group in enumerate(self._order)}
-        self._end = {group: place + 1 + inside for place, (group, inside) in enumerate(order)}
+        self._events: list[SkippedGroup] = []
+        """The beginnings and ends of all groups."""
+        around: list[tuple[str, int]] = []
+        for place, (group, inside) in enumerate(order):
+            while around and around[-1][1] <= place:
+                self._events.append(SkippedGroup(around.pop()[0], begins=False))
+            self._events.append(SkippedGroup(group, begins=True))
+            around.append((group, place + 1 + inside))
+        self._events += [SkippedGroup(group, begins=False) for group, _ in reversed(around)]
+        self._index = {event: index for index, event in enumerate(self._events)}
         self._next = 0
-        self._open: list[str] = []
+        self._run: set[str] = set()
 
     def is_late(self, group: str) -> bool:
         """Return whether ``group``, or a later group, has begun already."""
-        return self._place.get(group, self._next) < self._next
+        return self._index.get(SkippedGroup(group, begins=True), self._next) < self._next
 
     def before(self, group: str) -> list[SkippedGroup]:
         """Begin ``group`` and return the skipped groups before it."""
-        place = self._place.get(group)
-        if place is None:
-            return []
-        skipped = self._up_to(place)
-        self._next = place + 1
-        return skipped
+        self._run.add(group)
+        return self._up_to(SkippedGroup(group, begins=True))
 
     def inside(self, group: str) -> list[SkippedGroup]:
         """End ``group`` and return the skipped groups inside it."""
-        return self._up_to(self._end.get(group, 0))
+        return self._up_to(SkippedGroup(group, begins=False))
 
     def rest(self) -> list[SkippedGroup]:
         """Return all groups that are left at the end of forward."""
-        return self._up_to(len(self._order))
+        return self._up_to(self._events[-1])
 
-    def _up_to(self, end: int) -> list[SkippedGroup]:
-        skipped: list[SkippedGroup] = []
-        for place in range(self._next, end):
-            skipped += self._close(place)
-            skipped.append(SkippedGroup(self._order[place], begins=True))
-            self._open.append(self._order[place])
-        self._next = max(self._next, end)
-        return skipped + self._close(end)
-
-    def _close(self, place: int) -> list[SkippedGroup]:
-        skipped = []
-        while self._open and self._end[self._open[-1]] <= place:
-            skipped.append(SkippedGroup(self._open.pop(), begins=False))
-        return skipped
+    def _up_to(self, event: SkippedGroup) -> list[SkippedGroup]:
+        begin, end = self._next, self._index.get(event, -1) + 1
+        self._next = max(begin, end)
+        return [each for each in self._events[begin:end] if each.group not in self._run]
 
 
 def _names_beneath(state: FSDPState) -> set[str]:
