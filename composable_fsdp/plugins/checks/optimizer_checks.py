@@ -12,11 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals, safe_globals
 
-from composable_fsdp._core.events import GradientState
-from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import sharded_parameters
 from composable_fsdp._core.params import (
-    ShardedParameter,
     find_parameter,
     find_replaced,
     find_unsharded,
@@ -77,15 +74,16 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Raise if ``optimizer`` has no gradients, and some of its parameters have gradients that are not reduced yet."""
     if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         return
-    for p, state in sharded_parameters(optimizer):
-        found = find_parameter(p)
-        if found is not None and _holds_gradient_of(state.group, found):
-            raise LifecycleError(
-                f"{type(optimizer).__name__} has no gradients to step with: those of {found.name!r} are accumulated "
-                "and not reduced: each backward was inside of no_sync or after set_requires_gradient_sync(False), or "
-                "failed. Run the last backward before a step outside of no_sync, or drop them with model.zero_grad(); "
-                "after a failure, call model.reset_iter_state() on all ranks."
-            )
+    states = dict.fromkeys(state for _, state in sharded_parameters(optimizer))
+    held = {parameter.sharded: parameter for state in states for parameter in state.group.held_gradients()}
+    first = next((held[p] for group in optimizer.param_groups for p in group["params"] if p in held), None)
+    if first is not None:
+        raise LifecycleError(
+            f"{type(optimizer).__name__} has no gradients to step with: those of {first.name!r} are accumulated and "
+            "not reduced: each backward was inside of no_sync or after set_requires_gradient_sync(False), or failed. "
+            "Run the last backward before a step outside of no_sync, or drop them with model.zero_grad(); after a "
+            "failure, call model.reset_iter_state() on all ranks."
+        )
 
 
 def _warn_of_low_precision(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
@@ -170,11 +168,3 @@ def why_not_pickled(local: torch.Tensor) -> str:
             "with torch.serialization.add_safe_globals"
         )
     return ""
-
-
-def _holds_gradient_of(group: ParamGroup, parameter: ShardedParameter) -> bool:
-    """Return whether ``parameter`` has a gradient that is not in its sharded one yet, after a backward."""
-    if group.gradient_state is GradientState.PARTIAL:
-        return parameter.trainable
-    own = parameter.accumulated is not None or parameter.unsharded.grad is not None
-    return group.gradient_state is GradientState.LOCAL and own
