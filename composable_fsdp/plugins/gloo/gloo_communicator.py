@@ -144,7 +144,8 @@ class GlooCommunicator:
         if op is not ReduceOp.SUM:
             raise UnsupportedError("a communicator over gloo does not average: ask for its traits, or sum and divide.")
         messages = self._messages(transfers) if kind is Collective.REDUCE_SCATTER else []
-        self.check()
+        if self.broken:
+            self.check()
         self.launched += 1
         tag = _DATA + self.launched % _DATA_TAGS
         works, own, finish = list[Work](), list[tuple[torch.Tensor, torch.Tensor]](), None
@@ -175,7 +176,7 @@ class GlooCommunicator:
         small: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         large: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         for output, full in transfers:
-            rows = self._rows(full)
+            rows = full.view(self.size, full.numel() // self.size)
             if full.nbytes >= self.traits.zero_copy_min_bytes:
                 large.append(([output], [rows]))
             else:
