@@ -25,7 +25,7 @@ HOOKS = "_core/hooks.py"
 MOST_CODE = {
     ".": 659,
     "_api": 965,
-    "_consistency": 1035,
+    "_consistency": 1028,
     "_core": 5578,
     "checkpoint": 3712,
     "cli": 469,
@@ -35,13 +35,13 @@ MOST_CODE = {
     "interop": 54,
     "optim": 1340,
     "plan": 913,
-    "plugins": 5587,
+    "plugins": 5448,
     "testing": 235,
     "wrap": 234,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22086
+MOST_CODE_OF_ALL = 21940
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""
