@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -100,7 +100,15 @@ class ModelDescription:
         return tuple(notes)
 
     def __repr__(self) -> str:
-        return _table(self)
+        """Return the table without empty columns. Columns with one distinct value are in a note instead."""
+        rows = [_cells(group) for group in _merge_repeated(self.groups)]
+        columns = {title: [row[title] for row in rows] for title in rows[0]}
+        distinct = {title: set(filter(None, column)) for title, column in columns.items()}
+        same = {title: text for title in _COMMON_COLUMNS if len(distinct[title]) == 1 for text in distinct[title]}
+        shown = {title: column for title, column in columns.items() if distinct[title] and title not in same}
+        common = "; ".join(f"{title}: {text}" for title, text in same.items())
+        notes = [*([f"All groups: {common}."] if common else []), *self.notes]
+        return "\n".join([text_table(tuple(shown), list(zip(*shown.values(), strict=True)), _NUMBERS), *notes])
 
 
 def describe(model: nn.Module) -> ModelDescription:
@@ -126,7 +134,9 @@ def describe(model: nn.Module) -> ModelDescription:
 
 def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupDescription:
     parameters, specs = state.group.parameters, state.group.plan.specs
-    used = [p for owner in state.owner_states for p in owner.group.parameters if _is_used(p, state)]
+    inside = {below for module in state.modules for below in module.modules()}
+    owned = [p for owner in state.owner_states for p in owner.group.parameters]
+    used = [p for p in owned if any(owner in inside for owner, _ in p.owners)]
     return GroupDescription(
         names=tuple(places[module] for module in state.modules if module in places),
         classes=tuple(type(module).__name__.removeprefix("FSDP") for module in state.modules),
@@ -134,8 +144,8 @@ def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupD
         parameters=sum(prod(p.sharding.shape) for p in parameters),
         bytes=sum(prod(p.sharding.shape) * p.dtype.itemsize for p in parameters),
         bytes_per_rank=sum(bucket.shard_bytes for bucket in state.group.plan.buckets),
-        placements=_distinct(" ".join(map(str, p.sharding.placements)) for p in parameters),
-        meshes=_distinct(_mesh(m) for m in [p.sharding.mesh for p in parameters] or [state.group.axes.mesh]),
+        placements=tuple(dict.fromkeys(" ".join(map(str, p.sharding.placements)) for p in parameters)),
+        meshes=tuple(dict.fromkeys(map(_mesh, [p.sharding.mesh for p in parameters] or [state.group.axes.mesh]))),
         dtypes=tuple(dict.fromkeys((s.dtype, s.compute_dtype, s.reduce_dtype) for s in specs)),
         after_forward=_AFTER_FORWARD[reshard_kind(state)].format(state.options.reshard.mesh_size),
         strategy=_strategy(state),
@@ -144,18 +154,9 @@ def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupD
     )
 
 
-def _is_used(parameter: ShardedParameter, state: FSDPState) -> bool:
-    inside = {below for module in state.modules for below in module.modules()}
-    return any(owner in inside for owner, _ in parameter.owners)
-
-
 def _names(parameter: ShardedParameter, places: Mapping[nn.Module, str]) -> tuple[str, ...]:
     named = ((places[owner], attribute) for owner, attribute in parameter.owners if owner in places)
     return tuple(f"{path}.{attribute}" if path else attribute for path, attribute in named)
-
-
-def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(texts))
 
 
 def _mesh(mesh: DeviceMesh) -> str:
@@ -177,18 +178,6 @@ def _strategy(state: FSDPState) -> ShardingStrategy:
 
 _NUMBERS = ("parameters", "bytes", "per rank")
 _COMMON_COLUMNS = ("placement", "mesh", "dtypes (rest, compute, reduce)", "strategy")
-
-
-def _table(description: ModelDescription) -> str:
-    """Return the table without empty columns. Columns with one distinct value are in a note instead."""
-    rows = [_cells(group) for group in _merge_repeated(description.groups)]
-    columns = {title: [row[title] for row in rows] for title in rows[0]}
-    distinct = {title: set(filter(None, column)) for title, column in columns.items()}
-    same = {title: text for title in _COMMON_COLUMNS if len(distinct[title]) == 1 for text in distinct[title]}
-    shown = {title: column for title, column in columns.items() if distinct[title] and title not in same}
-    common = "; ".join(f"{title}: {text}" for title, text in same.items())
-    notes = [*([f"All groups: {common}."] if common else []), *description.notes]
-    return "\n".join([text_table(tuple(shown), list(zip(*shown.values(), strict=True)), _NUMBERS), *notes])
 
 
 def _merge_repeated(groups: Sequence[GroupDescription]) -> list[GroupDescription]:

@@ -29,7 +29,7 @@ from composable_fsdp._core.params import find_parameter
 from composable_fsdp._extents import Box
 from composable_fsdp.errors import DivergenceError, PeerError
 from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, message_limit, replicas_together
-from composable_fsdp.optim._owner_units import Coordinate, Unit, tiling_of
+from composable_fsdp.optim._owner_units import Coordinate, Slot, Unit, tiling_of
 
 _MOST_PLANS = 256
 """With more lists of parameters that get gradients together, plans are made again."""
@@ -111,12 +111,13 @@ class _Message:
         self.splits.append(ALIGNMENT_BYTES)
         self.nbytes += ALIGNMENT_BYTES
 
-    def append(self, unit: int, slot: int, box: Box, dtype: torch.dtype) -> None:
-        """Append a piece to the part of the last rank that was begun."""
-        self.pieces.append(_Piece(unit, slot, box, self.nbytes, dtype))
-        nbytes = aligned_bytes(prod(box.sizes) * dtype.itemsize)
-        self.splits[-1] += nbytes
-        self.nbytes += nbytes
+    def append(self, unit: int, number: int, slot: Slot, holder: Coordinate) -> None:
+        """Append what the rank at ``holder`` holds of a slot to the part of the last rank that was begun."""
+        for box in slot.boxes(holder):
+            self.pieces.append(_Piece(unit, number, box, self.nbytes, slot.dtype))
+            nbytes = aligned_bytes(prod(box.sizes) * slot.dtype.itemsize)
+            self.splits[-1] += nbytes
+            self.nbytes += nbytes
 
     def memory(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
@@ -146,22 +147,18 @@ class _Bucket:
                 message.begin_part()
             for index in of_owner.get(rank, ()):
                 for number, slot in enumerate(units[index].inputs):
-                    sends = slot.comes_from(own, coordinate)
-                    for box in slot.boxes(own):
-                        if sends:
-                            self.shards.append(index, number, box, slot.dtype)
-                        else:
-                            self.unsent.append(_Piece(index, number, box, -1, slot.dtype))
+                    if slot.comes_from(own, coordinate):
+                        self.shards.append(index, number, slot, own)
+                    else:
+                        self.unsent += [_Piece(index, number, box, -1, slot.dtype) for box in slot.boxes(own)]
                 for number, slot in enumerate(units[index].outputs):
-                    for box in slot.boxes(own):
-                        self.updates.append(index, number, box, slot.dtype)
+                    self.updates.append(index, number, slot, own)
             for index in self.computed:
                 for number, slot in enumerate(units[index].inputs):
-                    for box in slot.boxes(coordinate) if slot.comes_from(coordinate, own) else ():
-                        self.owned.append(index, number, box, slot.dtype)
+                    if slot.comes_from(coordinate, own):
+                        self.owned.append(index, number, slot, coordinate)
                 for number, slot in enumerate(units[index].outputs):
-                    for box in slot.boxes(coordinate):
-                        self.results.append(index, number, box, slot.dtype)
+                    self.results.append(index, number, slot, coordinate)
         self.parts = _by_unit(self.owned.pieces)
         self.answers = _by_unit(self.results.pieces)
 
@@ -227,7 +224,7 @@ class Exchange:
             del owned
             if returning is not None:
                 self._take(*returning, tasks, flight)
-            returning = bucket, self._send_results(bucket, results), failure
+            returning = bucket, self._launch(results, bucket.results, bucket.updates), failure
             del results
         if returning is not None:
             self._take(*returning, tasks, None)
@@ -240,9 +237,7 @@ class Exchange:
                 part = task.load(piece.slot, piece.box)
                 if piece.start >= 0:
                     piece.of(message).copy_(part)
-        received = bucket.owned.memory(self.members.device)
-        work = self.members.all_to_all(received, bucket.owned.splits, message, bucket.shards.splits)
-        return _Flight(work, received, message)
+        return self._launch(message, bucket.shards, bucket.owned)
 
     def _compute(
         self, bucket: _Bucket, tasks: Sequence[Task | None], owned: torch.Tensor, results: torch.Tensor
@@ -260,10 +255,9 @@ class Exchange:
                 return error
         return None
 
-    def _send_results(self, bucket: _Bucket, results: torch.Tensor) -> _Flight:
-        received = bucket.updates.memory(self.members.device)
-        work = self.members.all_to_all(received, bucket.updates.splits, results, bucket.results.splits)
-        return _Flight(work, received, results)
+    def _launch(self, message: torch.Tensor, sent: _Message, received: _Message) -> _Flight:
+        memory = received.memory(self.members.device)
+        return _Flight(self.members.all_to_all(memory, received.splits, message, sent.splits), memory, message)
 
     def _take(
         self,

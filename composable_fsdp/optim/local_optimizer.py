@@ -17,21 +17,8 @@ from composable_fsdp.optim._replaced_step import Step, class_step, is_torch_step
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
-ELEMENTWISE = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
+_NAMES = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in _NAMES)
 """The element-wise optimizers, with any options but ``differentiable``. Subclasses are not among them."""
 
 _NOT_ELEMENTWISE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam)

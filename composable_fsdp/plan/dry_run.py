@@ -11,7 +11,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 from weakref import ref
@@ -116,7 +115,7 @@ class Step(NamedTuple):
     actions: tuple[Action, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """The actions at each event of a forward and its backward, as this rank performs them.
 
@@ -141,10 +140,7 @@ class Schedule:
         """Return the steps of ``hook``, in order."""
         return [step for step in self.steps if step.event.hook is hook]
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
-
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not self.steps:
             return "(no forward has run yet, so the order of the groups is unknown)"
         width = max(len(str(step.event)) for step in self.steps)

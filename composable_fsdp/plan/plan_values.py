@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any
 
 from composable_fsdp.plan.known_accelerators import Accelerator
@@ -28,7 +27,7 @@ class Row:
     largest: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The memory and the time of a training step, predicted without the model's memory and without other ranks.
 
@@ -105,15 +104,12 @@ class Plan:
             "MFU": f"{100 * self.mfu:.0f} %",
         }
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         width = max(len(row.name) for row in self.rows)
         lines = [f"{title:<{width}}  {text}" for title, text in self.summary().items()]
         lines += ["", f"{'memory':<{width}}  {'at the peak':>12}  {'at most':>12}"]
         lines += [f"{row.name:<{width}}  {size_text(row.bytes):>12}  {size_text(row.largest):>12}" for row in self.rows]
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
 
 
 def size_text(nbytes: int) -> str:

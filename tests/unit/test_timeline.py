@@ -224,8 +224,8 @@ def test_a_picture_is_drawn_without_the_settings_of_the_folder(tmp_path: Path, m
 
 
 def test_notebooks_show_reports_as_they_are_printed() -> None:
-    rows = s.Schedule((s.Step(Event(Hook.PRE_FORWARD, "<a>"), (s.Wait("<a>"), s.Free("<a>"))),))._repr_html_()
-    assert rows == "<pre>pre-forward &lt;a&gt; | wait &lt;a&gt;; free &lt;a&gt;</pre>"
+    schedule = s.Schedule((s.Step(Event(Hook.PRE_FORWARD, "a"), (s.Wait("a"), s.Free("a"))),))
+    assert repr(schedule) == str(schedule) == "pre-forward a | wait a; free a"
     report = CommunicationReport((CommunicationRow("root", "all-gather", 2, 1000, 2000),))
     assert repr(report) == str(report), "notebooks show it"
     assert str(report) == (
