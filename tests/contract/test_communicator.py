@@ -176,7 +176,7 @@ def one_reduce_scatter_takes_tensors_of_several_sizes_and_dtypes(comm: Communica
 
 @case
 def one_reduce_scatter_takes_tensors_of_one_dtype(comm: Communicator) -> Iterator[None]:
-    sizes = (3, 1000, 0, 8, 1 << 20, 2)  # a large one among small ones
+    sizes = (3, 1000, 0, 8, 3 << 17, 2)  # 1.5 MiB for each rank among small ones
     fulls = [values(comm.rank + 10 * k, numel * comm.size, torch.float32) for k, numel in enumerate(sizes)]
     outputs = [torch.empty(numel) for numel in sizes]
     work = comm.launch(Collective.REDUCE_SCATTER, [Transfer(*each) for each in zip(outputs, fulls, strict=True)])
