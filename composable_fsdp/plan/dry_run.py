@@ -151,54 +151,8 @@ class Schedule:
 def schedule_of(root: Root) -> Schedule:
     """Return the schedule of an ordinary step of ``root`` that begins at rest: empty before a first forward."""
     replay = Replay(root)
-    for event, *values in events_of(root.plans.known, root.states):
-        getattr(replay, event)(*values)
+    replay.play()
     return Schedule(tuple(Step(event, tuple(actions)) for event, actions in replay.steps))
-
-
-def events_of(record: ForwardRecord, states: Mapping[str, FSDPState]) -> list[tuple[Any, ...]]:
-    """Return the events of a step with the forward of ``record``, and a backward in which all gradients arrive.
-
-    An event is the name of a method of :class:`Replay`, with its arguments.
-    """
-    events: list[tuple[Any, ...]] = []
-    order: list[tuple[bool, str, int]] = []  # the beginnings and ends of runs, with the number of the call
-    positions: dict[int, int] = {}  # those in the record, of the calls to which backward comes back
-    running: dict[str, list[int]] = {}
-    ends = (event.group for event in record.events if event.hook is Hook.POST_FORWARD)
-    ended = record.ended or [name for name in ends if states[name].group.plan.specs]  # after an evaluation
-    for hook, name in record.events:
-        if hook is Hook.PRE_FORWARD:
-            running.setdefault(name, []).append(len(events))
-            order.append((True, name, len(events)))
-            events.append(("pre_forward", name, len(events)))
-            continue
-        number, position = running[name].pop(), len(positions)
-        _, *others = states[name].module_ids
-        comes_back = position < len(ended) and ended[position] == name
-        events.append(("post_forward", number, others))
-        for at in range(len(others)):  # modules of the same run
-            events += [("pre_forward", name, len(events)), ("post_forward", len(events), others[at + 1 :])]
-        order.append((False, name, number))
-        if comes_back:
-            positions[number] = position
-            events.append(("end_unseen" if position in record.unseen else "await_inputs", number))
-    runs = Counter(name for begins, name, number in order if begins and number in positions)
-    left = runs.copy()
-    for begins, name, number in reversed(order):
-        if number not in positions:
-            continue
-        plan, early = states[name].group.plan, _params_after_nested(states[name])
-        trainable = {index for index, spec in enumerate(plan.specs) if spec.trainable}
-        is_early = bool(trainable) and trainable <= set(early) and runs[name] == 1
-        left[name] -= begins
-        if not begins:
-            events.append(("pre_backward", number))
-        if trainable and (not begins if is_early else begins and not left[name]):
-            events.append(("gradient_ready", name))
-        if begins and positions[number] not in record.unseen:
-            events.append(("post_backward", number))
-    return [*events, ("end_backward",)] if positions else events
 
 
 def _params_after_nested(state: FSDPState) -> list[int]:
@@ -212,10 +166,11 @@ def _params_after_nested(state: FSDPState) -> list[int]:
 
 
 class Replay:
-    """A root like ``real`` at rest, without tensors, on which events are played. ``steps``: the actions of hooks."""
+    """A root like ``real`` at rest, without tensors, on which a step is played. ``steps``: the actions of hooks."""
 
     def __init__(self, real: Root) -> None:
         self.steps: list[tuple[Event, list[Action]]] = []
+        self._real = real
         self._copies = {state: copy.copy(state) for state in real.states.values()}
         for state, dry in self._copies.items():
             dry.group = DryGroup(state.group)
@@ -229,7 +184,6 @@ class Replay:
         states = {name: self._copies[state] for name, state in real.states.items()}
         passes, observers = cast(Any, _Unwatched()), (_Hooks(self.steps), *(o for o in OBSERVERS if o.is_replayed))
         root = self._root = Root(self._copies[real.root_state], states, launcher, task, passes, observers)
-        self._calls: dict[int, ForwardCall] = {}
         root.is_verified = True
         root.plans.known, root.plans.fused = real.plans.known, real.plans.fused
         root.finalization.is_last_backward = real.waits_after_backward
@@ -251,43 +205,66 @@ class Replay:
             action = WaitReduce(actions.pop().count + 1)  # type: ignore[union-attr]
         actions.append(action)
 
-    # -- events. Calls have numbers.
+    def play(self) -> None:
+        """Play the last forward, and a backward in which all gradients arrive."""
+        record, states = self._real.plans.known, self._real.states
+        order: list[tuple[bool, ForwardCall]] = []  # the beginnings and ends of runs, with their first calls
+        positions: dict[ForwardCall, int] = {}  # those in the record, of the calls to which backward comes back
+        running: dict[str, list[ForwardCall]] = {}
+        ends = (event.group for event in record.events if event.hook is Hook.POST_FORWARD)
+        ended = record.ended or [name for name in ends if states[name].group.plan.specs]  # after an evaluation
+        for hook, name in record.events:
+            if hook is Hook.PRE_FORWARD:
+                running.setdefault(name, []).append(self._begin(name))
+                order.append((True, running[name][-1]))
+                continue
+            call, position = running[name].pop(), len(positions)
+            _, *others = states[name].module_ids
+            self._end(call, others)
+            for at in range(len(others)):  # modules of the same run
+                self._end(self._begin(name), others[at + 1 :])
+            order.append((False, call))
+            if position < len(ended) and ended[position] == name:
+                positions[call] = position
+                (call.end_unseen if position in record.unseen else call.await_inputs)()
+        self._play_backward([(begins, call) for begins, call in order if call in positions], record, positions)
 
-    def pre_forward(self, name: str, number: int) -> None:
-        state = self._root.states[name]
-        call = self._calls[number] = ForwardCall(state, self._root)
-        state.calls_under_way.append(call)
+    def _play_backward(
+        self, order: Sequence[tuple[bool, ForwardCall]], record: ForwardRecord, positions: Mapping[ForwardCall, int]
+    ) -> None:
+        root = self._root
+        runs = Counter(call.name for begins, call in order if begins)
+        left = runs.copy()
+        for begins, call in reversed(order):
+            name, state, early = call.name, call.state, _params_after_nested(self._real.states[call.name])
+            trainable = {index for index, spec in enumerate(state.group.plan.specs) if spec.trainable}
+            is_early = bool(trainable) and trainable <= set(early) and runs[name] == 1
+            left[name] -= begins
+            if not begins:
+                root.pre_backward(call)
+            if trainable and (not begins if is_early else begins and not left[name]):
+                cast(DryGroup, state.group).complete_gradients()
+                root.gradient_ready(state)
+            if begins and positions[call] not in record.unseen:
+                root.post_backward(call)
+        if order:
+            root.end_backward()
+
+    def _begin(self, name: str) -> ForwardCall:
+        """Begin a call of a module of a group."""
+        call = ForwardCall(self._root.states[name], self._root)
+        call.state.calls_under_way.append(call)
         with torch.enable_grad():
             self._root.pre_forward(call)
+        return call
 
-    def post_forward(self, number: int, remaining: Sequence[int]) -> None:
+    def _end(self, call: ForwardCall, remaining: Sequence[int]) -> None:
         """End a call. ``remaining`` are the modules of its run that have not run."""
-        call = self._calls[number]
         call.state.calls_under_way.remove(call)
         if call.run.remaining is not None:
             call.run.remaining = set(remaining)
         with torch.enable_grad():
             self._root.post_forward(call)
-
-    def await_inputs(self, number: int) -> None:
-        self._calls[number].await_inputs()
-
-    def end_unseen(self, number: int) -> None:
-        self._calls[number].end_unseen()
-
-    def pre_backward(self, number: int) -> None:
-        self._root.pre_backward(self._calls[number])
-
-    def gradient_ready(self, name: str) -> None:
-        state = self._root.states[name]
-        cast(DryGroup, state.group).complete_gradients()
-        self._root.gradient_ready(state)
-
-    def post_backward(self, number: int) -> None:
-        self._root.post_backward(self._calls[number])
-
-    def end_backward(self) -> None:
-        self._root.end_backward()
 
 
 _SUMS = SimpleNamespace(wait=lambda: None)
