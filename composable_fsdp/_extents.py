@@ -92,7 +92,11 @@ class Box(NamedTuple):
         stride = prod(shape[dim + 1 :])
         step = max(1, limit // stride)
         for start in range(0, self.sizes[dim], step):
-            piece = self._narrow(dim, start, min(step, self.sizes[dim] - start))
+            offsets, local_offsets, sizes = map(list, self)
+            offsets[dim] += start
+            local_offsets[dim] += start
+            sizes[dim] = min(step, sizes[dim] - start)
+            piece = Box(tuple(offsets), tuple(local_offsets), tuple(sizes))
             if stride > limit:
                 yield from piece.pieces(shape, limit)
             else:
@@ -113,16 +117,6 @@ class Box(NamedTuple):
         steps = [range(o * s, (o + n) * s, s) for o, n, s in zip(self.offsets, self.sizes, strides, strict=True)]
         first = sum(r.start for r in steps[cut:])
         return prod(self.sizes[cut:]), (first + sum(at) for at in product(*steps[:cut]))
-
-    def _narrow(self, dim: int, start: int, size: int) -> Box:
-        def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
-            return (*values[:dim], value, *values[dim + 1 :])
-
-        return Box(
-            put(self.offsets, self.offsets[dim] + start),
-            put(self.local_offsets, self.local_offsets[dim] + start),
-            put(self.sizes, size),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -297,14 +297,12 @@ def _axes(
     mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, device: torch.device | str | int | None
 ) -> tuple[DataParallelAxes, FullMesh | None]:
     """Return the data-parallel axes, and with ``dims`` also the mesh that contains them."""
-    if dims is None:
-        axes = data_parallel_axes(mesh if mesh is not None else default_mesh())
-        return (axes if device is None else axes.on(device)), None
-    if mesh is None:
+    if mesh is None and dims is not None:
         raise ConfigurationError("dp_mesh_dims names dims of a mesh: pass that mesh as mesh=.")
-    axes = named_data_parallel_axes(mesh, dims)
+    mesh = default_mesh() if mesh is None else mesh
+    axes = data_parallel_axes(mesh) if dims is None else named_data_parallel_axes(mesh, dims)
     axes = axes if device is None else axes.on(device)
-    return axes, FullMesh(mesh, dims, axes)
+    return axes, None if dims is None else FullMesh(mesh, dims, axes)
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:

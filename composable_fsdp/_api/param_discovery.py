@@ -126,10 +126,7 @@ class ParamDiscovery:
         if (owner, attribute) in parameter.owners:
             return
         if state not in self.owner_states:
-            raise ParameterError(
-                f"parameter {place} is the same tensor as {parameter.name!r} of {state.name}, which has been sharded "
-                f"already. {_HOW_TO_SHARE}"
-            )
+            raise _shared_error(place, f"{parameter.name!r} of {state.name}")
         state.reshard()
         state.group.register_at(parameter, [(owner, attribute)])
 
@@ -173,10 +170,7 @@ class ParamDiscovery:
             )
         taken = find_replaced(parameter)
         if taken is not None:
-            raise ParameterError(
-                f"parameter {name!r} of {module_name} is the same tensor as {taken.description}, which has been "
-                f"sharded already. {_HOW_TO_SHARE}"
-            )
+            raise _shared_error(f"{name!r} of {module_name}", taken.description)
         if is_lazy(parameter):
             raise ParameterError(
                 f"parameter {name!r} of {module_name} has no shape yet, being part of a lazy module. Run a forward "
@@ -184,11 +178,13 @@ class ParamDiscovery:
             )
 
 
-_HOW_TO_SHARE = (
-    "Parameters that are shared must be in one group: leave out fully_shard on the inner module, so that the module "
-    "that contains both takes them; or shard the modules that use them as one list; or name the module that owns them: "
-    "fully_shard(..., shared_from=[owner])."
-)
+def _shared_error(place: str, other: str) -> ParameterError:
+    return ParameterError(
+        f"parameter {place} is the same tensor as {other}, which has been sharded already. Parameters that are shared "
+        "must be in one group: leave out fully_shard on the inner module, so that the module that contains both takes "
+        "them; or shard the modules that use them as one list; or name the module that owns them: "
+        "fully_shard(..., shared_from=[owner])."
+    )
 
 
 def on_other_accelerators(devices: Mapping[str, torch.device], here: torch.device) -> dict[str, str]:

@@ -9,6 +9,7 @@ from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
 from math import inf, prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -371,53 +372,41 @@ def take_shard(shards: TensorShards, full: Tensor, rank: int, out: Tensor) -> No
         out[numel:].zero_()
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardViews:
+class _ShardViews(NamedTuple):
     """The view shapes that match a full tensor's memory with the ranks' rows.
 
     The first ``num_full`` ranks own full shards. Their rows, viewed as ``block`` and permuted to ``order``, are the
-    first ``full_length`` indices of the sharded dim, viewed as ``split``. The next rank owns ``short_shape``, maybe
-    empty.
+    first indices of the sharded dim, viewed as ``split``.
     """
 
     num_full: int
-    full_length: int
     block: tuple[int, ...]
     order: tuple[int, ...]
     split: tuple[int, ...]
-    short_shape: tuple[int, ...]
-    short_numel: int
 
 
 @lru_cache(maxsize=8192)
 def _views_of(shards: TensorShards) -> _ShardViews:
     """Return the view shapes of ``shards``, cached: computing them costs as much as the copy of a small tensor."""
-    dim, length, piece = shards.dim, shards.layout.length, shards.layout.padded_shard
-    num_full = length // max(1, piece)
-    before, after = shards.shape[:dim], shards.shape[dim + 1 :]
-    short_shape = (*before, length - num_full * piece, *after)
-    return _ShardViews(
-        num_full=num_full,
-        full_length=num_full * piece,
-        block=(num_full, *shards.padded_shape),
-        order=(*range(1, dim + 1), 0, *range(dim + 1, len(shards.shape) + 1)),
-        split=(*before, num_full, piece, *after),
-        short_shape=short_shape,
-        short_numel=prod(short_shape),
-    )
+    dim, piece = shards.dim, shards.layout.padded_shard
+    num_full = shards.layout.length // max(1, piece)
+    order = (*range(1, dim + 1), 0, *range(dim + 1, len(shards.shape) + 1))
+    split = (*shards.shape[:dim], num_full, piece, *shards.shape[dim + 1 :])
+    return _ShardViews(num_full, (num_full, *shards.padded_shape), order, split)
 
 
 def _same_elements(shards: TensorShards, full: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of views of ``full`` and ``rows`` with the same elements at equal indices. They cover ``full``."""
-    views = _views_of(shards)
-    if views.num_full == shards.num_shards:
-        yield full.view(views.split), rows.view(views.block).permute(views.order)
+    num_full, block, order, split = _views_of(shards)
+    if num_full == shards.num_shards:
+        yield full.view(split), rows.view(block).permute(order)
         return
-    block = full.narrow(shards.dim, 0, views.full_length)
-    yield block.view(views.split), rows[: views.num_full].view(views.block).permute(views.order)
-    if views.short_numel:
-        short = full.narrow(shards.dim, views.full_length, views.short_shape[shards.dim])
-        yield short, rows[views.num_full, : views.short_numel].view(views.short_shape)
+    # The full shards, and that of the next rank, which is shorter or empty.
+    end, length = num_full * shards.layout.padded_shard, shards.layout.length
+    yield full.narrow(shards.dim, 0, end).view(split), rows[:num_full].view(block).permute(order)
+    if end < length:
+        short = full.narrow(shards.dim, end, length - end)
+        yield short, rows[num_full, : short.numel()].view(short.shape)
 
 
 _LARGEST_EXPONENT = 100

@@ -19,7 +19,6 @@ from torch import nn
 from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
 
-_NO_OVERRIDES: Mapping[str, object] = {}
 READ_WITHOUT_CALLS = (nn.MultiheadAttention,)
 """Classes that compute with parameters of modules below them without calling these modules."""
 
@@ -65,7 +64,7 @@ class Scope:
         self.modules = {
             module: name
             for name, module in self._bottom_up(model, "", set())
-            if _is_called(module) and self.parameters(module)
+            if getattr(module.forward, "__func__", None) is not nn.Module.forward and self.parameters(module)
         }
         """Name by module, bottom up, otherwise in the order of registration."""
 
@@ -85,9 +84,9 @@ class Scope:
     def numel(self, module: nn.Module) -> int:
         return sum(p.numel() for p in self.parameters(module))
 
-    def group(self, modules: Sequence[nn.Module], overrides: Mapping[str, object] = _NO_OVERRIDES) -> Group:
+    def group(self, modules: Sequence[nn.Module], overrides: Mapping[str, object] | None = None) -> Group:
         """Return a group of ``modules``, which are in this scope."""
-        return Group(tuple(modules), tuple(self.modules[module] for module in modules), dict(overrides))
+        return Group(tuple(modules), tuple(self.modules[module] for module in modules), dict(overrides or {}))
 
 
 @runtime_checkable
@@ -164,7 +163,3 @@ def _check_options(group: Group, options: Collection[str]) -> None:
             f"the policy gave {group.label!r} {', '.join(map(repr, unknown))}, which a group cannot have of its own. "
             f"It may have {', '.join(sorted(options))}."
         )
-
-
-def _is_called(module: nn.Module) -> bool:
-    return getattr(module.forward, "__func__", None) is not nn.Module.forward
