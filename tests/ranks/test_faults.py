@@ -51,9 +51,6 @@ def check(name: str, error: RaisedError, limit: float) -> None:
     assert_golden(name, f"{error.kind}: {error.text}")
 
 
-# Faults after which the rank is gone or has been given up
-
-
 def check_lost(fault: str, transport: str, error: RaisedError, limit: float) -> None:
     # It is random which of several pending operations fails first, and whether this takes a second of waiting.
     text = OPERATION.sub("OPERATION", SIGNAL.sub("", error.text))  # unknown once its parent has waited for it
@@ -92,8 +89,6 @@ def test_all_surviving_ranks_name_the_killed_rank(transport: str) -> None:
         assert error.seconds < LIMIT * slack()  # there are twice as many ranks as cores
 
 
-# Faults after which the rank still exists
-
 NO_MEMORY = "can't allocate memory: you tried to allocate 17179869184 bytes. Error code 12 (Cannot allocate memory)"
 
 STAYS = {
@@ -128,9 +123,6 @@ def test_a_rank_with_another_operation_is_named(fault: str, transport: str) -> N
         assert (NO_MEMORY in error.text) == (fault == "has no memory in forward")
 
 
-# A disk that is full
-
-
 def error_of_save(folder: str) -> RaisedError:
     model = build()
     step(model)
@@ -143,9 +135,6 @@ def test_all_ranks_name_the_rank_and_the_file_for_which_there_is_no_space(tmp_pa
     (text,) = texts
     assert re.search(r"rank 1: OSError: \[Errno 28\] No space left on device: '\S+__1_0\.distcp'", text), text
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-
-
-# Programs that end
 
 
 class Programs:

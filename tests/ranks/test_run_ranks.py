@@ -28,8 +28,6 @@ from composable_fsdp.testing import RanksError, run_ranks
 from tests.helpers import run_ranks as pool
 from tests.helpers.fresh_process import Program
 
-# Functions that run on the ranks
-
 
 def pid() -> int:
     return os.getpid()
@@ -110,9 +108,6 @@ def ids_in(folder: str) -> None:
     fail_on(1)
 
 
-# Helpers
-
-
 def exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -147,9 +142,6 @@ def failure_of(call: Callable[..., object], *args: object, **options: object) ->
     return error.value
 
 
-# Successful calls
-
-
 def test_results_come_in_rank_order_and_arguments_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from a module that only the caller's ``sys.path`` has, and with its warning filters."""
     torch.manual_seed(0)
@@ -174,9 +166,6 @@ def test_lost_ranks_have_no_result_and_are_not_waited_for() -> None:
     begin = time.monotonic()
     assert pool.run_ranks(lose_rank_1, 2, lost=[1], timeout=300.0) == [0]
     assert time.monotonic() - begin < 200
-
-
-# Failures
 
 
 def test_an_exception_on_one_rank_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
@@ -236,9 +225,6 @@ def test_unpicklable_functions_and_arguments_are_refused_before_the_run(monkeypa
     monkeypatch.setattr(pid, "__module__", "__main__")
     with pytest.raises(ConfigurationError, match=r"cannot import __main__.pid from the script.* Move it to a module"):
         run_ranks(pid, 2)
-
-
-# Processes after the end of the caller
 
 
 @contextmanager

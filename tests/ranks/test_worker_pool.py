@@ -20,8 +20,6 @@ from tests.helpers.known_watchdog import known_watchdog
 from tests.helpers.run_ranks import run_ranks, shutdown
 from tests.ranks.test_run_ranks import caller, eventually, exists, fail_on, pid, runs, sum_of_ranks
 
-# Functions that run on the ranks
-
 
 def surroundings() -> tuple[object, ...]:
     return (
@@ -60,18 +58,12 @@ def kill_rank_1() -> int:
     return os.getpid()
 
 
-# Successful calls
-
-
 def test_functions_run_by_ranks_are_isolated_from_each_other() -> None:
     before = run_ranks(surroundings, 2)
     assert before[0] == before[1]
     assert before[0][:7] == ("gloo", 1, 1, torch.float32, torch.device("cpu"), True, False)
     assert run_ranks(change_surroundings, 2) == run_ranks(pid, 2)
     assert run_ranks(surroundings, 2) == before
-
-
-# Failures
 
 
 def test_processes_are_replaced_after_a_failure() -> None:
@@ -103,9 +95,6 @@ def test_a_worker_that_was_killed_between_calls_is_replaced_and_shutdown_ends_it
     assert not exists(before)
     shutdown()
     assert not exists(after)
-
-
-# Processes after the end of the caller
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
