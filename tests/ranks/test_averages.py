@@ -120,7 +120,9 @@ class Normed(nn.Module):
         return self.frozen(self.norm(self.linear(x)))
 
 
-def buffers_and_dtypes(folder: str) -> None:
+@pytest.mark.behaviour("A-18")
+@on_ranks(2)
+def test_averages_of_buffers_and_of_narrow_parameters(tmp_path: Path) -> None:
     model = fully_shard(Normed())
     averaged = AveragedModel(model, avg_fn=get_ema_avg_fn(0.5), use_buffers=True)
     averaged.update_parameters(model)
@@ -139,18 +141,13 @@ def buffers_and_dtypes(folder: str) -> None:
     before = full_value(wide.module.get_parameter("linear.bias"))
     wide.update_parameters(low)
     torch.testing.assert_close(full_value(wide.module.get_parameter("linear.bias")), before * 0.999 + 0.001)
-    save(folder, low, averages=wide)
+    save(tmp_path, low, averages=wide)
     fresh = AveragedModel(low)
     fresh.module.float()
-    load(folder, low, averages=fresh)
+    load(tmp_path, low, averages=fresh)
     assert int(fresh.n_averaged) == 2
     for name, value in state_dict(fresh.module, Full()).items():
         assert_exact(value, state_dict(wide.module, Full())[name], name)
-
-
-@pytest.mark.behaviour("A-18")
-def test_averages_of_buffers_and_of_narrow_parameters(tmp_path: Path) -> None:
-    run_ranks(buffers_and_dtypes, 2, str(tmp_path))
 
 
 def pairs(size: int) -> nn.Module:

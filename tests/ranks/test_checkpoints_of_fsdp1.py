@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import Full, load_optimizer_state_dict, load_safetensors, load_state_dict, state_dict
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
 
@@ -34,8 +34,11 @@ def trained_with_fsdp1() -> tuple[dict[str, Any], dict[str, Any]]:
         )
 
 
-def load_state_dicts_of_fsdp1(folder: str) -> None:
-    path, rank, task = Path(folder), dist.get_rank(), TASKS["mlp"]
+@pytest.mark.behaviour("F-04", "F-05", "F-09")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@on_ranks(2)
+def test_full_state_dicts_of_fsdp1_are_loaded(tmp_path: Path) -> None:
+    path, rank, task = tmp_path, dist.get_rank(), TASKS["mlp"]
     full, optimizer_state = trained_with_fsdp1()
     model = shard_layers(task.build(), fully_shard)
     load_state_dict(model, full if rank == 0 else {}, broadcast_from_rank0=True)
@@ -57,9 +60,3 @@ def load_state_dicts_of_fsdp1(folder: str) -> None:
     again = shard_layers(task.build(), fully_shard)
     load_safetensors(again, path)
     assert all(torch.equal(value, full[name]) for name, value in state_dict(again, Full()).items())
-
-
-@pytest.mark.behaviour("F-04", "F-05", "F-09")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_full_state_dicts_of_fsdp1_are_loaded(tmp_path: Path) -> None:
-    run_ranks(load_state_dicts_of_fsdp1, 2, str(tmp_path))

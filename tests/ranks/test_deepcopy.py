@@ -62,9 +62,12 @@ class Wrapper(nn.Module):
         return self.model(x)
 
 
-def copy_and_train_both(reshard_after_forward: bool | int | None) -> None:
+@pytest.mark.behaviour("A-18")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, None), (4, 2)])
+@on_ranks("world_size")
+def test_a_copy_trains_independently(reshard: bool | int | None) -> None:
     for task, build in (("tied", TASKS["tied"].build), ("mlp", TASKS["mlp"].build), ("chain", seeded(Recurrent))):
-        model = shard_layers(build(), fully_shard, reshard_after_forward=reshard_after_forward)
+        model = shard_layers(build(), fully_shard, reshard_after_forward=reshard)
         trained(model, task)  # a copy of a model that has run already
         clone = copy.deepcopy(model)
         assert type(clone) is type(model)
@@ -78,12 +81,6 @@ def copy_and_train_both(reshard_after_forward: bool | int | None) -> None:
         for name, p in model.state_dict().items():
             torch.testing.assert_close(p.to_local(), before[name], rtol=0, atol=0)
         assert_equal_runs(second, trained(model, task), what=task, exact=dist.get_world_size() == 2)
-
-
-@pytest.mark.behaviour("A-18")
-@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, None), (4, 2)])
-def test_a_copy_trains_independently(world_size: int, reshard: bool | int | None) -> None:
-    run_ranks(copy_and_train_both, world_size, reshard)
 
 
 def everything_is_kept() -> None:

@@ -10,7 +10,7 @@ from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.trace import Recorder
 from tests.helpers.assert_trace import assert_trace
 from tests.helpers.models import TASKS, Chain, seeded, shard_layers
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.training import check_parity
 
 
@@ -29,10 +29,13 @@ def play_directly(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return loss.detach()
 
 
-def call_forward_directly(reshard_after_forward: bool | int | None) -> None:
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize(("world_size", "reshard"), [(1, None), (2, True), (2, None), (4, 2)])
+@on_ranks("world_size")
+def test_forward_may_be_called_directly(reshard: bool | int | None) -> None:
     for build in (seeded(Direct), TASKS["chain"].build):
         with Recorder() as recorder:
-            check_parity(build, play_directly, reshard_after_forward=reshard_after_forward)
+            check_parity(build, play_directly, reshard_after_forward=reshard)
         assert recorder.allocated == {}
     model = shard_layers(seeded(Direct, depth=1)(), fully_shard)
     x = torch.ones(1, 8)
@@ -46,9 +49,3 @@ def call_forward_directly(reshard_after_forward: bool | int | None) -> None:
     with pytest.raises(RuntimeError):
         model.forward(torch.ones(1, 3))
     torch.testing.assert_close(model.forward(x), model(x))  # a failed call leaves no state
-
-
-@pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize(("world_size", "reshard"), [(1, None), (2, True), (2, None), (4, 2)])
-def test_forward_may_be_called_directly(world_size: int, reshard: bool | int | None) -> None:
-    run_ranks(call_forward_directly, world_size, reshard)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import FSDPModule, checkpoint, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, Transformer, seeded, shard_layers
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.training import check_parity, play_task
 from tests.helpers.transports import TRANSPORTS
 
@@ -38,25 +38,20 @@ FROZEN = {
 }
 
 
-def train_with_frozen_parameters(reshard_after_forward: bool | int | None) -> None:
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
+@on_ranks("world_size")
+def test_frozen_parameters_stay_as_they_are_and_the_others_train(reshard: bool | int | None) -> None:
     for what, prefixes in FROZEN.items():
         with Recorder() as recorder:
             build = partial(frozen_transformer, *prefixes)
-            model = check_parity(
-                build, play_task("transformer"), what=what, reshard_after_forward=reshard_after_forward
-            )
+            model = check_parity(build, play_task("transformer"), what=what, reshard_after_forward=reshard)
         assert recorder.allocated == {}, what
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         assert frozen == [name for name, _ in model.named_parameters() if name.startswith(prefixes)]
         reduced = {e.group for e in recorder if e.operation is Operation.REDUCE}
         if what == "a whole group":
             assert reduced == {"root", "layers.0", "layers.2"}  # no collective runs for the frozen group
-
-
-@pytest.mark.behaviour("C-05")
-@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
-def test_frozen_parameters_stay_as_they_are_and_the_others_train(world_size: int, reshard: bool | int | None) -> None:
-    run_ranks(train_with_frozen_parameters, world_size, reshard)
 
 
 @pytest.mark.behaviour("C-05")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,7 +332,9 @@ def test_the_report_counts_the_bytes_given_to_the_process_group(world_size: int,
     )
 
 
-def save_and_load(folder: str) -> None:
+@pytest.mark.behaviour("E-09")
+@on_ranks(2, 4)
+def test_residuals_are_saved_with_checkpoints_and_resume(tmp_path: Path) -> None:
     policy = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int4()), min_numel=100)
     rank = dist.get_rank()
     model = sharded(build(), policy)
@@ -340,9 +343,9 @@ def save_and_load(folder: str) -> None:
         model.zero_grad()
         loss_of(model, rank, step).backward()
         optimizer.step()
-    dcp.save({"communication": CommunicationState(model)}, checkpoint_id=folder)
+    dcp.save({"communication": CommunicationState(model)}, checkpoint_id=tmp_path)
     other = sharded(build(), policy)
-    dcp.load({"communication": CommunicationState(other)}, checkpoint_id=folder)
+    dcp.load({"communication": CommunicationState(other)}, checkpoint_id=tmp_path)
     saved, loaded = (CommunicationState(each).state_dict() for each in (model, other))
     for name in ("0.weight.shard", "2.weight.shard"):
         assert torch.equal(loaded[name]["residual"].to_local(), saved[name]["residual"].to_local())
@@ -366,12 +369,6 @@ def save_and_load(folder: str) -> None:
         ConfigurationError, match=r"of '0\.weight\.shard' has shape .* only on as many ranks, and with the s"
     ):
         CommunicationState(other).load_state_dict(cut)
-
-
-@pytest.mark.behaviour("E-09")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_residuals_are_saved_with_checkpoints_and_resume(world_size: int, tmp_path: Any) -> None:
-    run_ranks(save_and_load, world_size, str(tmp_path))
 
 
 def save_within_a_step(custom: bool) -> None:

@@ -15,9 +15,9 @@ from composable_fsdp.trace import Operation, TraceEvent, ledger, listeners
 from tests._internals import FSDPState, find_state, state_of
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import FULL, LiveStorages
-from tests.helpers.run_ranks import run_ranks
+from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import OPTIMIZERS
-from tests.helpers.transports import COPIES, SOCKETS, Environment
+from tests.helpers.transports import COPIES, SOCKETS
 
 
 def states_of(model: nn.Module) -> list[FSDPState]:
@@ -32,36 +32,6 @@ def unsharded_bytes(state: FSDPState) -> int:
 WEIGHTS = [768 * 1024 * 4, 1028 * 768 * 4]  # 1027 rows are padded to 1028
 
 
-def watch_training_steps(reshard_after_forward: bool | int | None) -> None:
-    task, rank = TASKS["wide"], dist.get_rank()
-    live = LiveStorages()
-    model = shard_layers(task.build(), fully_shard, fuses=False, reshard_after_forward=reshard_after_forward)
-    optimizer = OPTIMIZERS["adamw-foreach"](model.parameters())
-    kept = WEIGHTS if reshard_after_forward is False else []
-    live.check("after sharding", least=FULL, expected=[])
-    for step in range(3):
-        loss = task.loss(model, task.batch_of(step, rank))
-        live.check("between forward and backward", least=FULL, expected=kept)
-        between = [state for state in states_of(model) if unsharded_bytes(state)]
-        if reshard_after_forward is False:
-            assert between == states_of(model)
-        else:
-            assert between == ([state_of(model)] if reshard_after_forward is None else [])
-        if type(reshard_after_forward) is int:
-            slices = [nbytes // reshard_after_forward for nbytes in WEIGHTS]
-            live.check("slices", least=FULL // reshard_after_forward, expected=slices)
-        loss.backward()
-        del loss
-        live.check("after backward", least=FULL, expected=[])
-        assert [unsharded_bytes(state) for state in states_of(model)] == [0, 0, 0]
-        check_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            model(task.batch_of(step, rank)[0])
-        live.check("after a forward without gradients", least=FULL, expected=kept)
-
-
 def check_gradients(model: Any) -> None:
     for parameter in model.parameters():
         gradient = parameter.grad
@@ -74,10 +44,35 @@ def check_gradients(model: Any) -> None:
 @pytest.mark.behaviour("C-03")
 @pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, None), (2, False), (4, 2)])
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_no_full_parameter_is_in_memory_after_forward_and_after_backward(
-    world_size: int, reshard: bool | int | None, transport: Environment
-) -> None:
-    run_ranks(watch_training_steps, world_size, reshard, environment=transport)
+@on_ranks("world_size", environment="transport")
+def test_no_full_parameter_is_in_memory_after_forward_and_after_backward(reshard: bool | int | None) -> None:
+    task, rank = TASKS["wide"], dist.get_rank()
+    live = LiveStorages()
+    model = shard_layers(task.build(), fully_shard, fuses=False, reshard_after_forward=reshard)
+    optimizer = OPTIMIZERS["adamw-foreach"](model.parameters())
+    kept = WEIGHTS if reshard is False else []
+    live.check("after sharding", least=FULL, expected=[])
+    for step in range(3):
+        loss = task.loss(model, task.batch_of(step, rank))
+        live.check("between forward and backward", least=FULL, expected=kept)
+        between = [state for state in states_of(model) if unsharded_bytes(state)]
+        if reshard is False:
+            assert between == states_of(model)
+        else:
+            assert between == ([state_of(model)] if reshard is None else [])
+        if type(reshard) is int:
+            slices = [nbytes // reshard for nbytes in WEIGHTS]
+            live.check("slices", least=FULL // reshard, expected=slices)
+        loss.backward()
+        del loss
+        live.check("after backward", least=FULL, expected=[])
+        assert [unsharded_bytes(state) for state in states_of(model)] == [0, 0, 0]
+        check_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(task.batch_of(step, rank)[0])
+        live.check("after a forward without gradients", least=FULL, expected=kept)
 
 
 class CheckedLedger:

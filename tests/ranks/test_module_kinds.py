@@ -56,7 +56,12 @@ def doubled(task: Task) -> Task:
     return Task(task.build, lambda g: tuple(t.double() for t in task.batch(g)), nn.functional.mse_loss)
 
 
-def _converted(task_name: str, unsharded: bool) -> None:
+@pytest.mark.behaviour("A-18")
+@pytest.mark.parametrize(
+    ("ranks", "task_name", "unsharded"), [(2, "mlp", False), (2, "mlp", True), (4, "mlp", False), (3, "wide", False)]
+)
+@on_ranks("ranks")
+def test_to_dtype_between_steps_keeps_training_with_parity(task_name: str, unsharded: bool) -> None:
     task = TASKS[task_name]
     model, reference = task.build(), task.build()
     shard_layers(model, fully_shard)
@@ -72,14 +77,6 @@ def _converted(task_name: str, unsharded: bool) -> None:
             assert_exact(value, before[name].double(), name)
             reference.get_parameter(name).copy_(value)
     train_and_compare(model, reference, doubled(task), steps=2, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.behaviour("A-18")
-@pytest.mark.parametrize(
-    ("ranks", "task", "unsharded"), [(2, "mlp", False), (2, "mlp", True), (4, "mlp", False), (3, "wide", False)]
-)
-def test_to_dtype_between_steps_keeps_training_with_parity(ranks: int, task: str, unsharded: bool) -> None:
-    run_ranks(_converted, ranks, task, unsharded)
 
 
 class Adapted(nn.Module):

@@ -70,7 +70,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[..., nn.Module]]] 
 }
 
 
-def train_with_shared_parameters(reshard_after_forward: bool | int | None) -> None:
+@pytest.mark.behaviour("A-10")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (2, None), (4, 2)])
+@on_ranks("world_size")
+def test_a_parameter_used_by_other_groups_trains_like_a_tied_one(reshard: bool | int | None) -> None:
     for what, (build, task, shard) in CASES.items():
         for optimizer in ("sgd", "adamw-fused"):
             with Recorder() as recorder:
@@ -78,17 +81,11 @@ def train_with_shared_parameters(reshard_after_forward: bool | int | None) -> No
                     build,
                     play_task(task),
                     OPTIMIZERS[optimizer],
-                    shard=partial(shard, reshard_after_forward=reshard_after_forward),
+                    shard=partial(shard, reshard_after_forward=reshard),
                     what=f"{what}, {optimizer}",
                 )
             assert recorder.allocated == {}, what
             assert len(list(model.parameters())) == len(list(build().parameters())), "shared parameters stay shared"
-
-
-@pytest.mark.behaviour("A-10")
-@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (2, None), (4, 2)])
-def test_a_parameter_used_by_other_groups_trains_like_a_tied_one(world_size: int, reshard: bool | int | None) -> None:
-    run_ranks(train_with_shared_parameters, world_size, reshard)
 
 
 def trace_a_shared_parameter() -> None:

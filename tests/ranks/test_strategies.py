@@ -19,7 +19,7 @@ from composable_fsdp.errors import ConfigurationError, MeshError
 from composable_fsdp.wrap import by_class
 from tests._internals import ParameterState, state_of
 from tests.helpers.models import TASKS, Block
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import assert_exact, sharded, values_of
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 
@@ -104,13 +104,16 @@ MIXED: dict[str, dict[str, Any]] = {
 }
 
 
-def train_mixed_strategies(task: str, folder: str) -> None:
+@pytest.mark.behaviour("B-03")
+@pytest.mark.parametrize("task", ["transformer", "tied"])
+@on_ranks(4)
+def test_several_strategies_in_one_model_train_clip_and_save(task: str, tmp_path: Path) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     expected = train_on_this_rank(DistributedDataParallel(TASKS[task].build()), task)
     for what, options in MIXED.items():
         model = fully_shard(TASKS[task].build(), **options)
         assert_equal_runs(train_on_this_rank(model, task), expected, what=what)
-        path = Path(folder) / what.replace(" ", "_")
+        path = tmp_path / what.replace(" ", "_")
         save(path, model, step=1)
         other = TASKS[task].build()
         for parameter in other.parameters():
@@ -119,9 +122,3 @@ def train_mixed_strategies(task: str, folder: str) -> None:
         values = values_of(model)
         for name, value in values_of(other).items():
             assert_exact(value, values[name], f"{what}, {name}")
-
-
-@pytest.mark.behaviour("B-03")
-@pytest.mark.parametrize("task", ["transformer", "tied"])
-def test_several_strategies_in_one_model_train_clip_and_save(task: str, tmp_path: Path) -> None:
-    run_ranks(train_mixed_strategies, 4, task, str(tmp_path))
