@@ -22,6 +22,10 @@ UNSUPPORTED = {
     "set_reduce_scatter_input_fn": "leave it out, or change what is sent by comm_policy",
 }
 """Methods of earlier versions and of torch that sharded modules lack, and what to do instead."""
+REMOVED_KEYWORDS = {
+    ("ErrorFeedback", "reset_every"): "ErrorFeedback has no reset_every= in this version: with decay= old errors fade.",
+}
+"""Errors for keywords that earlier versions had, by their class and name."""
 OF_FSDP1 = {
     "module": "the model itself: fully_shard wraps nothing",
     "no_sync": "composable_fsdp.no_sync(model), or model.set_requires_gradient_sync(False)",

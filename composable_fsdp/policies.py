@@ -44,6 +44,10 @@ def checks_keywords(cls: _Class) -> _Class:
     @functools.wraps(initialize)  # keeps the signature
     def checked(self: Any, *args: Any, **given: Any) -> None:
         for name in given.keys() - names:
+            from composable_fsdp._other_names import REMOVED_KEYWORDS
+
+            if removed := REMOVED_KEYWORDS.get((cls.__name__, name)):
+                raise ArgumentTypeError(removed)
             raise ArgumentTypeError.of_keyword(cls.__name__, name, names)
         initialize(self, *args, **given)
 

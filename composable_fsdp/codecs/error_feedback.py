@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from composable_fsdp.codecs.protocol import Codec, check_codec, resolve_codec
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.policies import checks_keywords
 
 
 def _int8() -> Codec:
@@ -15,6 +16,7 @@ def _int8() -> Codec:
     return Int8()
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback:
     """Adds the error of ``codec`` so far to each gradient, so that errors cancel instead of adding up.

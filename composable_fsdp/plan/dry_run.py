@@ -133,9 +133,6 @@ class Schedule:
             raise MissingNameError(f"{name} of a schedule is gone: nothing is chosen by costs. Keep what you set.")
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
     def at(self, hook: Hook) -> list[Step]:
         """Return the steps of ``hook``, in order."""
         return [step for step in self.steps if step.event.hook is hook]

@@ -344,6 +344,7 @@ class Unhashable:
         (lambda: ErrorFeedback(ErrorFeedback(Int8())), "takes a codec without error feedback of its own"),  # type: ignore[arg-type]
         (lambda: ErrorFeedback(Int8(), decay=0.0), r"decay=\.\.\.\) must be above 0 and at most 1, not 0\.0"),
         (lambda: ErrorFeedback(Int8(), decay=1.5), r"decay=\.\.\.\) must be above 0 and at most 1, not 1\.5"),
+        (lambda: ErrorFeedback(Int8(), reset_every=9), "^ErrorFeedback has no reset_every= in this version: "),  # type: ignore[call-arg]
         (lambda: Int8(block=2.0), r"a block is a whole number of elements, at least one, not 2\.0"),  # type: ignore[arg-type]
         (lambda: CommunicationPolicy(min_numel=-1), r"min_numel=\.\.\.\) is a number of elements, not -1"),
         (lambda: CommunicationPolicy(all_gather=ErrorFeedback(Int8())), "parameters are sent anew each time"),  # type: ignore[arg-type]
