@@ -38,12 +38,10 @@ def changes(before):
 
 begin = effects()
 """
-
 IMPORT = """
 import composable_fsdp, composable_fsdp.checkpoint, composable_fsdp.codecs, composable_fsdp.diagnostics
 import composable_fsdp.interop, composable_fsdp.optim, composable_fsdp.testing, composable_fsdp.wrap
 """
-
 SHARD = """
 import composable_fsdp
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -99,7 +97,6 @@ print("its copy:", changes(begin))
 del clone
 print("no copy:", changes(begin))
 """
-
 DROPPED_IN_A_STEP = """
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
 models = [composable_fsdp.fully_shard(torch.nn.Linear(2, 2))]
@@ -117,7 +114,6 @@ optimizer.param_groups = list(optimizer.param_groups)
 assert not models
 print("dropped in a step:", changes(begin))
 """
-
 OTHER_EXCEPTHOOK = """
 model = another()
 sys.excepthook = theirs = lambda *_: None
@@ -141,3 +137,15 @@ def test_global_hooks_live_as_long_as_sharded_models_and_their_copies() -> None:
         "another excepthook: ['excepthook']",
         "['excepthook']",
     ]
+
+
+@pytest.mark.multiprocess
+def test_importing_the_package_imports_no_checkpoint_dependencies() -> None:
+    script = (
+        "import sys, torch, torch.distributed.tensor\n"
+        "names = {'torch.distributed.checkpoint', 'rich', 'safetensors'} - set(sys.modules)\n"
+        "import composable_fsdp\n"
+        "print(sorted(names & set(sys.modules)))"
+    )
+    done = run_program(script)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
