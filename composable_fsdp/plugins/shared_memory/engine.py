@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -100,6 +101,7 @@ class ShmEngine:
         self._name, self.generation = name, -1
         self.reopen(shm_socket)
         _engines.add(self)
+        _abandon_in_forked_processes()
 
     def reopen(self, shm_socket: ShmSocket) -> None:
         """Restart over ``shm_socket`` after the connection was given up. All ranks must call it together."""
@@ -346,4 +348,6 @@ def _abandon_all() -> None:
         engine.abandon()
 
 
-os.register_at_fork(after_in_child=_abandon_all)
+@cache
+def _abandon_in_forked_processes() -> None:
+    os.register_at_fork(after_in_child=_abandon_all)
