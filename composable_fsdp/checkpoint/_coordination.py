@@ -70,16 +70,26 @@ class Failure:
         return Failure(text, next(iter(failures.values())).kind)
 
 
+@dataclass
+class _JobRanks:
+    """The rendezvous of checkpoints over the store of a default process group, and the process group that they use."""
+
+    store: dist.Store
+    rendezvous: StoreRendezvous
+    group: dist.ProcessGroup | None = None
+
+
 class RankGroup:
     """The ranks that take part in one save or load. Invariant: all of them make the same exchanges in the same order.
 
-    ``timeout`` is the seconds to wait for another rank within an exchange.
+    ``timeout`` is the seconds to wait for another rank within an exchange. A single rank has no ``job``.
     """
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, job: _JobRanks | None, timeout: float) -> None:
         self.rank = rank
         self.size = size
-        self._group: Any = group
+        self._job = job
+        self._group: Any = job and job.group
         self._timeout = timeout
 
     def exchange(self, what: str, each: Callable[[], T], central: Callable[[list[T]], Sequence[R]]) -> R:
@@ -105,8 +115,16 @@ class RankGroup:
             data = pickle.dumps(outcome)
         if self.rank == 0:
             outcomes = [outcome, *(self._receive(peer) for peer in range(1, self.size))]
-            reply, others, error = _decide(outcomes, central, error)
-            for peer, data in enumerate(others, 1):
+            replies: Sequence[Any] = [Failure.among(dict(enumerate(outcomes)))] * self.size
+            try:
+                if replies[0] is None:
+                    replies = central(outcomes)
+                messages = [pickle.dumps(each) for each in replies[1:]]
+            except Exception as raised:
+                error, replies = raised, [Failure.of(raised)] * self.size
+                messages = [pickle.dumps(each) for each in replies[1:]]
+            reply = replies[0]
+            for peer, data in enumerate(messages, 1):
                 if (lost := self._send(data, peer)) is not None:
                     text = printable(lost.text)
                     logger.warning("rank %d: %s", peer, text)  # the next exchange reports it to the others
@@ -156,10 +174,8 @@ class RankGroup:
     def _connection_lost(self, error: RuntimeError) -> Failure:
         """Describe a failed connection. The process group is discarded, since it cannot be used again."""
         reason = (str(error).partition("] ")[2] or str(error)).partition(". ")[0]  # gloo: "[file:line] reason. advice"
-        world = dist.group.WORLD
-        job = _job_ranks.get(world) if world is not None else None
-        if job is not None and job.group is self._group:
-            job.group = None
+        if self._job is not None:
+            self._job.group = None
         return Failure(f"gone, or did not answer within {self._timeout:g} s ({reason})", is_lost=True)
 
 
@@ -177,20 +193,6 @@ def _printable_causes(error: Exception | None) -> Exception | None:
             each.args = tuple(printable(part) if isinstance(part, str) else part for part in each.args)
             following += [each.__cause__, each.__context__]
     return error
-
-
-def _decide(
-    outcomes: list[Any], central: Callable[[list[Any]], Sequence[Any]], error: Exception | None
-) -> tuple[Any, list[bytes], Exception | None]:
-    """Return the reply for rank 0, those for the others, pickled, and the exception on rank 0 if they are failures."""
-    failure = Failure.among(dict(enumerate(outcomes)))
-    if failure is None:
-        try:
-            own, *others = central(outcomes)
-            return own, [pickle.dumps(reply) for reply in others], None
-        except Exception as raised:
-            error, failure = raised, Failure.of(raised)
-    return failure, [pickle.dumps(failure)] * (len(outcomes) - 1), error
 
 
 # -- asynchronous saves
@@ -268,15 +270,6 @@ def finish_earlier() -> None:
 # -- rendezvous
 
 
-class _JobRanks:
-    """The rendezvous of checkpoints over the store of a default process group, and the process group that they use."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self.store = store
-        self.rendezvous = StoreRendezvous("checkpoint", dist.get_rank(), range(dist.get_world_size()))
-        self.group: dist.ProcessGroup | None = None
-
-
 _job_ranks: WeakKeyDictionary[dist.ProcessGroup, _JobRanks] = WeakKeyDictionary()
 
 
@@ -320,16 +313,13 @@ def _join(call: str, timeout: float) -> RankGroup:
     world = dist.group.WORLD
     assert world is not None
     store = world_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
     job = _job_ranks.get(world)
     if job is None or job.store is not store:
-        job = _job_ranks[world] = _JobRanks(store)
-    if job.group is not None and not _is_registered(job.group):
-        job.group = None
-    rank, size = dist.get_rank(), dist.get_world_size()
-    missing_ranks = MissingRanks(call, timeout, rank, size)
+        job = _job_ranks[world] = _JobRanks(store, StoreRendezvous("checkpoint", rank, range(size)))
     note = f"{job.group is not None:d} {versions()}\n{call}"
     try:
-        verdict = job.rendezvous.meet(store, note, timeout, missing_ranks.explain)
+        verdict = job.rendezvous.meet(store, note, timeout, MissingRanks(call, timeout, rank, size).explain)
     except dist.DistError as error:
         raise CheckpointError(f"{call}: the store of rank 0 cannot be reached any more ({error}).") from error
     if verdict.missing:
@@ -353,14 +343,7 @@ def _join(call: str, timeout: float) -> RankGroup:
         )
     if not all(note.startswith("1") for note in verdict.notes):
         job.group = dist.new_group(backend="gloo", group_desc="composable_fsdp checkpoints")
-    return RankGroup(rank, size, job.group, timeout)
-
-
-def _is_registered(group: dist.ProcessGroup) -> bool:
-    try:
-        return bool(dist.get_process_group_ranks(group))
-    except KeyError:
-        return False
+    return RankGroup(rank, size, job, timeout)
 
 
 # -- error texts
@@ -374,10 +357,6 @@ _TITLES = {
     "dtypes": "of another dtype",
     "classes": "of another tensor class, or with shards that cannot be resharded",
 }
-
-
-def path_text(path: object) -> str:
-    return repr(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else f"a {type(path).__name__}"
 
 
 def check_arguments(

@@ -128,7 +128,8 @@ def key_of(path: ContentsPath) -> str:
 class Contribution:
     """The notes of a rank to the others before a save: ranks may hold different parameters, as pipeline stages do.
 
-    ``values`` are texts of what is no tensor in the optimizer's state, by key. ``inner`` describes tensor subclasses by
+    ``values`` are texts of what is no tensor in the optimizer's state, by key, and of settings of its groups, except of
+    groups without parameters: they are each rank's own, as of pipeline stages. ``inner`` describes tensor subclasses by
     key: on one rank, or, after :func:`merge`, on all of them.
     """
 
@@ -143,35 +144,20 @@ def merge(contributions: Sequence[Contribution]) -> Contribution:
     """Merge what all ranks have. Ranks that have a group of the same parameters must have the same settings of it."""
     check_replicated({rank: each.replicated for rank, each in enumerate(contributions)})
     check_values([each.values for each in contributions])
-    check_values([_settings_of(each.groups) for each in contributions])
     groups = {members: group for each in contributions[::-1] for members, group in each.groups.items()}
     layouts: Layouts = {}
     for rank, each in enumerate(contributions):
         for section, found in each.layouts.items():
             known = layouts.setdefault(section, {})
             for key, layout in found.items():
-                if (first := known.setdefault(key, layout)) != layout:
-                    _check_kinds(key, kinds_of(first), kinds_of(layout), rank)
+                first = known.setdefault(key, layout)
+                if first != layout and (differing := kinds_of(first).items() ^ kinds_of(layout).items()):
+                    paths = ", ".join(sorted({key_of(path) for path, _ in differing}))
+                    raise CheckpointError(
+                        f"the optimizer state of {key} on rank {rank} is another than on ranks before it, in "
+                        f"{paths or 'all of it'}, but only one is saved. Have all ranks make the same steps."
+                    )
     return Contribution(groups, layouts, {}, {}, inner_tensors.agreed([each.inner for each in contributions]))
-
-
-def _settings_of(groups: Groups) -> dict[str, str]:
-    """Return texts of the settings by a title. Groups without parameters are each rank's own, as of pipeline stages."""
-    return {
-        f"the setting {key!r} of the param group of {names[0]}": plain_text(value)
-        for (_, names), group in groups.items()
-        for key, value in group.items()
-        if names and key != "params"
-    }
-
-
-def _check_kinds(key: Any, first: Mapping[TreePath, str], found: Mapping[TreePath, str], rank: int) -> None:
-    """Raise if the optimizer state of ``key`` on ``rank`` has other tensors or values than on a rank before it."""
-    if differing := sorted({key_of(path) for path, _ in first.items() ^ found.items()}):
-        raise CheckpointError(
-            f"the optimizer state of {key} on rank {rank} is another than on ranks before it, in "
-            f"{', '.join(differing) or 'all of it'}, but only one is saved. Have all ranks make the same steps."
-        )
 
 
 def _is_empty(member: OptimizerParam) -> bool:
@@ -248,6 +234,12 @@ class Contents:
     def contribution(self) -> Contribution:
         parts = {key_of(path): part for path, part in self.parts.items()}
         values = {key_of(path): plain_text(value) for path, value in self.objects.items() if path[0] == "optimizer"}
+        values |= {
+            f"the setting {key!r} of the param group of {names[0]}": plain_text(value)
+            for (_, names), group in self.groups.items()
+            for key, value in group.items()
+            if names and key != "params"
+        }
         inner = inner_tensors.inner_contributions_of(parts)
         return Contribution(self.groups, self.layouts, self.replicated, values, inner)
 
@@ -395,23 +387,12 @@ class SavePlanner(DefaultSavePlanner):
             torch.accelerator.synchronize()
 
 
-def serialized(key: str, value: object, weights_only: bool) -> bytes:
+def serialized(key: str, value: object, weights_only: bool, above: frozenset[int] = frozenset()) -> bytes:
     """Return the bytes of an object. Raise ``CheckpointError``, which names the part, if ``load`` would refuse it.
 
-    With ``weights_only=False`` it may have any class that can be pickled.
+    With ``weights_only=False`` it may have any class that can be pickled. ``above`` are ids of what contains it.
     """
-    data, error = _try_serialize(value, weights_only)
-    if error is not None:
-        part, error = _innermost(key, value, error, weights_only)
-        raise CheckpointError(
-            f"{part} cannot be saved: {said(error)}. Save what describes it instead: numbers, strings, lists, dicts "
-            "and tensors; or pass weights_only=False to save and to load, for any class that can be pickled"
-        ) from error
-    return data
-
-
-def _try_serialize(value: object, weights_only: bool) -> tuple[bytes, Exception | None]:
-    data = io.BytesIO()
+    data, refused = io.BytesIO(), None
     try:
         if holds_dtensor(value):
             raise TypeError(_DTENSORS)
@@ -419,25 +400,21 @@ def _try_serialize(value: object, weights_only: bool) -> tuple[bytes, Exception 
         if weights_only and type(value) not in _PLAIN:
             decoded(data.getvalue(), weights_only)
     except Exception as error:  # the code of any class
-        return b"", error
-    return data.getvalue(), None
+        refused = error
+    if refused is not None:
+        for item, inner in _inner(value) if id(value) not in above else ():
+            serialized(f"{key}[{item!r}]", inner, weights_only, above | {id(value)})  # raises at the innermost part
+        raise CheckpointError(
+            f"{key} cannot be saved: {said(refused)}. Save what describes it instead: numbers, strings, lists, dicts "
+            "and tensors; or pass weights_only=False to save and to load, for any class that can be pickled"
+        ) from refused
+    return data.getvalue()
 
 
 _DTENSORS = (
     "it has DTensors, of which each rank would save its own shard. Pass averages and an optimizer to save, which "
     "shards them again; save a second optimizer with its model to a folder of its own, and full_tensor() of others"
 )
-
-
-def _innermost(
-    key: str, value: object, error: Exception, weights_only: bool, above: frozenset[int] = frozenset()
-) -> tuple[str, Exception]:
-    """Return the innermost part of ``value`` that cannot be serialized, and its ``error``."""
-    for item, inner in _inner(value) if id(value) not in above else ():
-        _, found = _try_serialize(inner, weights_only)
-        if found is not None:
-            return _innermost(f"{key}[{item!r}]", inner, found, weights_only, above | {id(value)})
-    return key, error
 
 
 def decoded(data: bytes, weights_only: bool) -> Any:
@@ -644,9 +621,8 @@ def save(
             "weights_only": bool(weights_only),
         }
 
-    ranks = meet(save, check, timeout)
-    saver = _Save(ranks, folder, step, keep_last, weights_only)
-    saver.plan(model, optimizer, averages, own)
+    saver = _Save(meet(save, check, timeout), folder, step, keep_last)
+    saver.plan(model, optimizer, averages, own, weights_only)
     pending = PendingSave(saver.final, saver.step)
     if asynchronous:
         saver.stage()
@@ -671,17 +647,20 @@ def _requested_step(step: int | None, extra: Mapping[str, Any]) -> int | None:
 class _Save:
     """One save on one rank. After :meth:`plan`, rank 0 also has ``_partial_checkpoint`` and ``_metadata``."""
 
-    def __init__(self, ranks: RankGroup, path: Path, step: int | None, keep: int | None, weights_only: bool) -> None:
-        self._ranks, self._path, self._weights_only = ranks, path, weights_only
-        self._requested_step, self._keep_last = step, keep
+    def __init__(self, ranks: RankGroup, path: Path, step: int | None, keep_last: int | None) -> None:
+        self._ranks, self._path, self._requested_step, self._keep_last = ranks, path, step, keep_last
         self._metadata: Metadata | None = None
         self._partial_checkpoint: PartialCheckpoint | None = None
 
     def plan(
-        self, model: nn.Module, optimizer: Optimizer | None, averages: AveragedModel | None, extra: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        averages: AveragedModel | None,
+        extra: Mapping[str, Any],
+        weights_only: bool,
     ) -> None:
         """Plan which rank writes what, and create the directory."""
-
         what = f"saving to {self._path}"
         contents = Contents()
 
@@ -694,7 +673,7 @@ class _Save:
                 for index, group in enumerate(optimizer.param_groups):  # ranks exchange them before they are planned
                     for name, value in group.items():
                         if name != "params":
-                            serialized(f"optimizer.param_groups[{index}][{name!r}]", value, self._weights_only)
+                            serialized(f"optimizer.param_groups[{index}][{name!r}]", value, weights_only)
             contents.add_rank(model, self._ranks.rank, extra)
             return contents.contribution()
 
@@ -703,7 +682,7 @@ class _Save:
 
         def each() -> tuple[SavePlan, Mapping[str, str]]:
             contents.settle(merged)
-            self._planner = SavePlanner(contents, weights_only=self._weights_only)
+            self._planner = SavePlanner(contents, weights_only=weights_only)
             further_keys = {key_of(alias): key_of(path) for alias, path in contents.aliases.items()}
             return self._planner.create_local_plan(), further_keys
 
