@@ -217,8 +217,10 @@ def saved_to_disk(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]
 
 def hooked(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> str:
     seen: list[str] = []
-    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 5})
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(f"in {state['extra']}"))
+    optimizer.register_state_dict_post_hook(
+        lambda _, state: {**state, "param_groups": [{**group, "extra": 5} for group in state["param_groups"]]}
+    )
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(f"in {state['param_groups'][0]['extra']}"))
     state = optimizer_state_dict(model, optimizer, Full())
     flag = optimizer.state[model.get_parameter("flag")]["exp_avg"]
     load_optimizer_state_dict(model, optimizer, state)

@@ -315,8 +315,6 @@ class _Restore:
         self.quantized: list[str] = []
         self._state: dict[str, Any] = {}
         """The optimizer's state by parameter name. Its new tensors are empty until they are read."""
-        self._others: list[dict[Any, Any]] = [{}, {}]
-        """State of no parameter, and what else a state dict of the optimizer has."""
         self._by_module: dict[str, Any] = {}
         """Values that modules load through ``load_state_dict``, by plain name."""
         self._params: OptimizerParams | None = None
@@ -359,8 +357,7 @@ class _Restore:
                 names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
                 self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
         if self._params is not None:
-            others, rest = self._others
-            self._params.load(self._groups, self._state, others, rest, self._has_dtype_of_parameter)
+            self._params.load(self._groups, self._state, self._has_dtype_of_parameter)
         if self._averages is not None and (steps := self.objects.get("averages.steps")) is not None:
             self._averages.n_averaged.fill_(steps)
         if communication and self._communication:
@@ -436,10 +433,6 @@ class _Restore:
         for name, member in params.members.items():
             if name in states:
                 self._state[name] = built(states[name], partial(self._match_state, params, member))
-        device = next((local_part(member.parameter).device for member in params.members.values()), torch.device("cpu"))
-        for index, (section, at) in enumerate((("others", ("state",)), ("rest", ()))):
-            for key, layout in layouts.get(section, {}).items():
-                self._others[index][key] = built(layout, partial(self._match_other, device, ("optimizer", *at, key)))
 
     def _saved_groups(self, own: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         """Return the saved param groups. Settings by parameter, of a flattened state dict, become ``own`` groups."""
@@ -512,16 +505,6 @@ class _Restore:
         record, spec = self._records.get(f"model.{name}"), self._spec(f"model.{name}")
         saved = getattr(torch, record.dtype) if record is not None else None if spec is None else spec[1]
         return saved in (None, value.dtype)
-
-    def _match_other(self, device: torch.device, at: TreePath, path: TreePath, _: str) -> Any:
-        """Return the value to load for a leaf of no parameter. Its tensors are new, on the device of the parameters."""
-        key = key_of((*at, *path))
-        saved = self._saved.get(key)
-        if not isinstance(saved, TensorStorageMetadata):
-            return self.objects[key]
-        new = torch.empty(saved.size, dtype=saved.properties.dtype, device=device if saved.size else "cpu")
-        self._parts[key] = LocalShard(new)
-        return new
 
     def _layouts_of_torch(self) -> dict[str, Layout]:
         """Return the layouts of optimizer state by parameter name, as far as torch's checkpoints say what it is."""

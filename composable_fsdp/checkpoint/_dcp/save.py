@@ -3,7 +3,7 @@
 ========================================  =============================================================
 ``model.<name>``                          parameters, buffers, extra states of modules
 ``optimizer.state.<name>.<key>``          optimizer state of the parameter of that name; below lists and dicts, further
-                                          indices and keys; also state under a key that is no parameter
+                                          indices and keys
 ``optimizer.layouts``                     ``Layout`` (``state_tree.py``) of each of these states; under ``groups`` the
                                           param groups, with parameter names in ``params``
 ``optimizer.param_groups.<i>.<setting>``  the same settings as torch reads them: without types of keys and empty dicts;
@@ -116,8 +116,8 @@ Groups = Mapping[GroupKey, Mapping[str, Any]]
 """The param groups of an optimizer, with the names of their parameters in ``params``."""
 
 
-Layouts = dict[str, dict[Any, Layout]]
-"""The layouts of optimizer state by parameter name, of other state by its key, and of the rest of a state dict."""
+Layouts = dict[str, Layout]
+"""The layouts of optimizer state by parameter name."""
 
 
 def key_of(path: ContentsPath) -> str:
@@ -147,16 +147,14 @@ def merge(contributions: Sequence[Contribution]) -> Contribution:
     groups = {members: group for each in contributions[::-1] for members, group in each.groups.items()}
     layouts: Layouts = {}
     for rank, each in enumerate(contributions):
-        for section, found in each.layouts.items():
-            known = layouts.setdefault(section, {})
-            for key, layout in found.items():
-                first = known.setdefault(key, layout)
-                if first != layout and (differing := kinds_of(first).items() ^ kinds_of(layout).items()):
-                    paths = ", ".join(sorted({key_of(path) for path, _ in differing}))
-                    raise CheckpointError(
-                        f"the optimizer state of {key} on rank {rank} is another than on ranks before it, in "
-                        f"{paths or 'all of it'}, but only one is saved. Have all ranks make the same steps."
-                    )
+        for name, layout in each.layouts.items():
+            first = layouts.setdefault(name, layout)
+            if first != layout and (differing := kinds_of(first).items() ^ kinds_of(layout).items()):
+                paths = ", ".join(sorted({key_of(path) for path, _ in differing}))
+                raise CheckpointError(
+                    f"the optimizer state of {name} on rank {rank} is another than on ranks before it, in "
+                    f"{paths or 'all of it'}, but only one is saved. Have all ranks make the same steps."
+                )
     return Contribution(groups, layouts, {}, {}, inner_tensors.agreed([each.inner for each in contributions]))
 
 
@@ -189,36 +187,31 @@ class Contents:
 
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
         params = OptimizerParams(model, optimizer)
-        packed = params.packed()
-        for group in packed.groups:
+        trees, groups = params.packed()
+        for group in groups:
             names = group["params"]
             index = sum(group["params"] == names for group in self.groups.values())
             self.groups[index, tuple(names)] = {key: on_host(value) for key, value in group.items()}
-        members = params.members
-        state = {name: self._add_tree(("state", name), tree, members[name]) for name, tree in packed.state.items()}
-        state = {name: layout for name, layout in state.items() if not _is_empty(members[name])}
-        others = {key: self._add_tree(("state", key), tree) for key, tree in packed.others.items()}
-        rest = {key: self._add_tree((key,), tree) for key, tree in packed.rest.items()}
-        self.layouts = {"state": state, "others": others, "rest": rest}
+        layouts = {name: self._add_tree(params.members[name], tree) for name, tree in trees.items()}
+        self.layouts = {name: layout for name, layout in layouts.items() if not _is_empty(params.members[name])}
 
-    def _add_tree(self, at: TreePath, tree: Any, member: OptimizerParam | None = None) -> Layout:
-        """Add the leaves of the ``tree`` of optimizer state at ``at``, and return its layout."""
+    def _add_tree(self, member: OptimizerParam, tree: Any) -> Layout:
+        """Add the leaves of the ``tree`` of optimizer state of ``member``, and return its layout."""
         kinds = []
-        is_empty = member is not None and _is_empty(member)
-        for path, value in leaves(tree, ("optimizer", *at)):
+        for path, value in leaves(tree, ("optimizer", "state", member.name)):
             own = tuple(each if isinstance(each, int) else str(each) for each in path)
             key = key_of(own)
             if key in self._keys:
                 raise CheckpointError(f"two values of the optimizer are both called {key} without types and dots.")
             self._keys.add(key)
-            kind = kind_of(value, None if member is None else member.parameter, key)
+            kind = kind_of(value, member.parameter, key)
             kinds.append(kind)
-            if is_empty and kind in (OBJECT, PLAIN):
+            if kind in (OBJECT, PLAIN) and _is_empty(member):
                 continue
             if kind == OBJECT:
                 self.objects[own] = value
                 continue
-            self.parts[own] = LocalShard(value, None if member is None else member.sharding)
+            self.parts[own] = LocalShard(value, member.sharding)
             if kind == PLAIN:
                 inner_tensors.refuse_unknown(key, self.parts[own])
                 self.replicated[key] = checksum(value)
@@ -262,7 +255,8 @@ class Contents:
             else:
                 self.objects[paths[key]] = value
         if merged.groups:
-            self.objects["optimizer", "layouts"] = {**merged.layouts, "groups": list(merged.groups.values())}
+            groups = list(merged.groups.values())
+            self.objects["optimizer", "layouts"] = {"state": merged.layouts, "groups": groups}
         checked: set[type] = set()
         for path in [path for path in self.parts if key_of(path) in merged.inner]:
             part, record = self.parts.pop(path), merged.inner[key_of(path)]

@@ -78,23 +78,6 @@ class OptimizerParam:
     sharding: ParameterSharding | None
 
 
-@dataclass(frozen=True)
-class PackedState:
-    """The result of ``optimizer.state_dict()``, with names of parameters in place of numbers.
-
-    Attributes:
-        state: a tree for each parameter that has any state.
-        others: trees under the keys of the state that are no parameter.
-        groups: the settings of each group, with names in ``params``.
-        rest: what the class or its hooks have added besides.
-    """
-
-    state: dict[str, Any]
-    others: dict[Any, Any]
-    groups: list[dict[str, Any]]
-    rest: dict[str, Any]
-
-
 class OptimizerParams:
     """The parameters of an optimizer. The model must be prepared for access.
 
@@ -127,11 +110,13 @@ class OptimizerParams:
         self.members = {member.name: member for group in self.groups for member in group}
         self._made: tuple[object, dict[Any, Any]] = None, {}
 
-    def packed(self) -> PackedState:
-        """Call ``optimizer.state_dict()``, with its hooks, and return the result by names.
+    def packed(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Call ``optimizer.state_dict()``, with its hooks, and return the result with names in place of numbers.
+
+        That is a tree for each parameter that has any state, and the settings of each group, with names in ``params``.
 
         Raises:
-            CheckpointError: it has another form, or the state is of parameters that the optimizer has not.
+            CheckpointError: it has another form, or state that is of no parameter of the optimizer.
         """
         kind, state = type(self._optimizer).__name__, self._state()
         ids = {id(member.parameter) for member in self.members.values()}
@@ -150,27 +135,20 @@ class OptimizerParams:
                 f"the state_dict() of this {kind} has {sorted(map(str, found))}, not the 'state' and 'param_groups' of "
                 "its parameters. Pass the optimizer that it wraps, and what it keeps itself in extra."
             )
-        clashes = [key for key in state if not isinstance(key, torch.Tensor) and key in numbers]
-        if clashes:
+        others = [key for key in state if not isinstance(key, torch.Tensor)]
+        others += [key for key in found["state"] if key not in numbers and key not in others]
+        if others := [*others, *(found.keys() - {"state", "param_groups"})]:
             raise CheckpointError(
-                f"this {kind} has state under the keys {clashes}, which are numbers of parameters in a state_dict(). "
-                "Use strings."
+                f"this {kind} has state that is of no parameter, under {', '.join(sorted(map(repr, others)))}. Save "
+                "it in extra: remove it from the optimizer, or pass the optimizer that this one wraps."
             )
         names = dict(zip(numbers, self.members, strict=True))
         groups = [
             {**{key: v for key, v in group.items() if key != "param_names"}, "params": [m.name for m in members]}
             for group, members in zip(found["param_groups"], self.groups, strict=True)
         ]
-        return PackedState(
-            {
-                name: tree
-                for number, name in names.items()
-                if not isinstance(tree := found["state"].get(number, {}), Mapping) or tree
-            },
-            {key: entry for key, entry in found["state"].items() if key not in names},
-            groups,
-            {key: value for key, value in found.items() if key not in ("state", "param_groups")},
-        )
+        trees = {name: found["state"][number] for number, name in names.items() if number in found["state"]}
+        return {name: tree for name, tree in trees.items() if not isinstance(tree, Mapping) or tree}, groups
 
     def _state(self) -> Any:
         return getattr(self._optimizer, "state", {})
@@ -223,15 +201,13 @@ class OptimizerParams:
         self,
         saved: Sequence[Mapping[str, Any] | None],
         state: Mapping[str, Any],
-        others: Mapping[Any, Any],
-        rest: Mapping[str, Any],
         is_cast: Callable[[str, torch.Tensor], bool],
     ) -> None:
-        """Call ``optimizer.load_state_dict`` with the ``saved`` settings of each group.
+        """Call ``optimizer.load_state_dict`` with the ``saved`` settings of each group, and ``state`` by name.
 
-        ``state``, ``others`` and ``rest`` are as those of :class:`PackedState`. torch's method casts all state to its
-        parameter's dtype. Tensors that the optimizer has already, and those for which ``is_cast``, called with the
-        parameter's name, is False, keep their dtype: counters, masks, and fp32 state of bf16 parameters.
+        torch's method casts all state to its parameter's dtype. Tensors that the optimizer has already, and those for
+        which ``is_cast``, called with the parameter's name, is False, keep their dtype: counters, masks, and fp32 state
+        of bf16 parameters.
         """
         existing = {id(leaf) for entry in self._state().values() for _, leaf in leaves(entry)}
         numbers = {name: number for number, name in enumerate(self.members)}
@@ -240,7 +216,7 @@ class OptimizerParams:
             for group, settings, members in zip(self._optimizer.param_groups, saved, self.groups, strict=True)
         ]
         by_number = {numbers[n]: entry if _is_copied(entry) else _as_copied(entry) for n, entry in state.items()}
-        self._optimizer.load_state_dict({**rest, "state": {**by_number, **others}, "param_groups": groups})
+        self._optimizer.load_state_dict({"state": by_number, "param_groups": groups})
         loaded = self._state()
         for name, entry in state.items():
             parameter = self.members[name].parameter
@@ -376,23 +352,23 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
             the form has no place for a tensor.
     """
 
-    def read() -> tuple[OptimizerParams, PackedState, dict[str, dict[TreePath, str]]]:
+    def read() -> tuple[OptimizerParams, dict[str, Any], list[dict[str, Any]], dict[str, dict[TreePath, str]]]:
         check_form(form)
         params = OptimizerParams(model, optimizer)
-        packed = params.packed()
-        kinds = _kinds_of(params, packed.state)
+        trees, groups = params.packed()
+        kinds = _kinds_of(params, trees)
         _check_places(kinds, form)
-        return params, packed, kinds
+        return params, trees, groups, kinds
 
-    params, packed, kinds = on_all_ranks(model, read)
+    params, trees, groups, kinds = on_all_ranks(model, read)
     tensors = ((member.parameter, member.sharding) for member in params.members.values())
     owners = OwnerRanks.of(tensors, only_sources=comes_from_rank0(form))
-    opaque = _check_alike(packed.state, kinds, owners, form)
+    opaque = _check_alike(trees, kinds, owners, form)
     state: dict[Any, Any] = {}
     recorded: dict[str, dict[TreePath, str]] = {}
     dtypes: dict[str, str] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for name, entry in packed.state.items():
+        for name, entry in trees.items():
             member = params.members[name]
 
             def in_form(path: TreePath, value: Any, member: OptimizerParam = member) -> Any:
@@ -416,7 +392,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     record = {key: found for key, found in (("kinds", recorded), ("dtypes", dtypes)) if found}
     if not owners.provides():
         return {"state": state, **record} if state else {}
-    return {**packed.rest, "state": {**state, **packed.others}, "param_groups": packed.groups, **record}
+    return {"state": state, "param_groups": groups, **record}
 
 
 def _title(name: str, path: TreePath) -> str:
@@ -529,12 +505,11 @@ class _Load:
                     state[name] = mapped(partial(self._loaded_value, member, kinds), tree)
         if self._quantized:
             logger.warning("loading optimizer state: %s", quantized_text(self._quantized))
-        groups, others, rest = self._loader.report_of().settings
 
         def is_cast(name: str, value: torch.Tensor) -> bool:
             return value.is_floating_point() and saved[name] in (None, str(value.dtype))
 
-        self._params.load(groups, state, others, rest, is_cast)
+        self._params.load(self._loader.report_of().settings, state, is_cast)
 
     def _match(self, state: Any) -> None:
         loader, owners, report = self._loader, self._loader.owners, self._loader.report
@@ -554,9 +529,7 @@ class _Load:
         if any(isinstance(name, int) for name in grouped or state["state"]):
             others.append("parameters have numbers for names: pass what get_optimizer_state_dict of torch returns")
             return
-        saved_names = set(grouped if owners.provides() else state["state"])
-        saved_names |= {name for name in state["state"] if str(name) in self._members}
-        entries = {plain_name(name): entry for name, entry in state["state"].items() if name in saved_names}
+        entries = {plain_name(str(name)): entry for name, entry in state["state"].items()}
         kinds, dtypes = ({plain_name(k): v for k, v in state.get(key, {}).items()} for key in ("kinds", "dtypes"))
         if owners.provides():
             saved = [{**g, "params": [plain_name(str(name)) for name in g["params"]]} for g in state["param_groups"]]
@@ -565,13 +538,10 @@ class _Load:
                 others.append(f"{len(saved)} parameter groups, expected {len(groups)}")
             if owners.only_sources:
                 groups = [group and {key: on_host(value) for key, value in group.items()} for group in groups]
-            no_names = {key: entry for key, entry in state["state"].items() if key not in saved_names}
-            known = ("state", "param_groups", "kinds", "dtypes")
-            rest = {key: value for key, value in state.items() if key not in known}
-            if owners.only_sources:
-                no_names, rest = (mapped(lambda _, leaf: on_host(leaf), tree) for tree in (no_names, rest))
-            report.settings = groups, no_names, rest
+            report.settings = groups
             report.mismatch.unexpected |= {name: "state" for name in entries if name not in self._members}
+            known = ("state", "param_groups", "kinds", "dtypes")
+            report.mismatch.unexpected |= {str(key): "no state of a parameter" for key in state if key not in known}
         loader.given = {name: entries[name] for name in self._members if name in entries and name in mine}
         for name, entry in loader.given.items():
             for path, value in leaves(entry):

@@ -122,8 +122,8 @@ def layout_of_paths(kinds: Mapping[TreePath, str], existing: Any) -> Layout:
 # -- kinds
 
 
-def kind_of(value: Any, parameter: torch.Tensor | None, name: str) -> str:
-    """Return the kind of a leaf in the state of ``parameter``, or in state that is of no parameter.
+def kind_of(value: Any, parameter: torch.Tensor, name: str) -> str:
+    """Return the kind of a leaf in the state of ``parameter``.
 
     Raises:
         CheckpointError: one rank's part of it would be saved as all of it. The text calls it ``name``.
@@ -136,7 +136,7 @@ def kind_of(value: Any, parameter: torch.Tensor | None, name: str) -> str:
             )
         return OBJECT
     if not isinstance(value, DTensor):
-        return PLAIN if parameter is None or isinstance(parameter, DTensor) else UNKNOWN
+        return PLAIN if isinstance(parameter, DTensor) else UNKNOWN
     if not isinstance(parameter, DTensor):
         raise CheckpointError(f"{name} is a DTensor of no sharded parameter. Keep it in the state of a parameter.")
     is_alike = value.shape == parameter.shape and value.placements == parameter.placements
