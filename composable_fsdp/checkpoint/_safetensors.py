@@ -494,15 +494,19 @@ def save_safetensors(
         check_arguments("save_safetensors(model, path)", path, model)
         return (), {"max_file_bytes": max_file_bytes, "dtype": dtype}
 
-    ranks = meet(save_safetensors, check, timeout)
+    ranks, folder = meet(save_safetensors, check, timeout), Path(path)
     shards: dict[str, LocalShard] = {}
     left_out: list[str] = []
     aside: Directory  # on rank 0
     begun = ExitStack()
 
     def plan() -> _Plan:
-        check_options(max_file_bytes, dtype)
-        check_directory(Path(path))
+        if max_file_bytes < 1:
+            raise ConfigurationError(f"max_file_bytes must be at least 1, not {max_file_bytes}.")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
+        if folder.suffix == ".safetensors" or (folder.exists() and not folder.is_dir()):
+            raise ConfigurationError(f"{folder} must be a directory: there may be several files of safetensors.")
         tensors, others = keyed_tensors(model, key_map)
         left_out.extend(others)
         shards.update({next(iter(names)): part for part, names in tensors})
@@ -517,14 +521,14 @@ def save_safetensors(
         aliases = {alias: name for _, known in planned for alias, name in known.items() if alias not in names}
         saved = {name: cast(TensorStorageMetadata, metadata.state_dict_metadata[name]) for name in names}
         specs = [TensorSpec(name, each.properties.dtype, tuple(each.size)) for name, each in saved.items()]
-        replacement = Replacement.of(Path(path), specs, aliases, max_file_bytes)
+        replacement = Replacement.of(folder, specs, aliases, max_file_bytes)
         aside = begun.enter_context(replacement.begun())
         return [(replacement, plan) for plan in plans]
 
     with begun:
         target, own = ranks.exchange(what, plan, begin)
         check_meshes(ranks, what, shards)
-        target = replace(target, folder=Path(path))
+        target = replace(target, folder=folder)
         ranks.combine(what, lambda: target.write(shards, own), lambda written: target.commit(aside))
     if left_out and ranks.rank == 0:  # here, since a warning may be an error
         names = ", ".join(left_out)
@@ -533,18 +537,6 @@ def save_safetensors(
 
 _Plan = tuple[SavePlan, dict[str, str]]
 """The blocks that one rank has, and the further names of its tensors."""
-
-
-def check_options(max_file_bytes: int, dtype: torch.dtype | None) -> None:
-    if max_file_bytes < 1:
-        raise ConfigurationError(f"max_file_bytes must be at least 1, not {max_file_bytes}.")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
-
-
-def check_directory(path: Path) -> None:
-    if path.suffix == ".safetensors" or (path.exists() and not path.is_dir()):
-        raise ConfigurationError(f"{path} must be a directory: there may be several files of safetensors.")
 
 
 def _write_items(name: str, part: LocalShard, dtype: torch.dtype | None) -> list[WriteItem]:
@@ -682,9 +674,9 @@ class Replacement:
                 raise
 
     @torch.no_grad()
-    def write(self, shards: Mapping[str, LocalShard], plan: SavePlan | None = None) -> None:
-        """Write the blocks in ``plan`` (default: all) of ``shards`` to the places of their tensors, and to disk."""
-        planned = {(item.index.fqn, item.index.offset) for item in plan.items} if plan is not None else set()
+    def write(self, shards: Mapping[str, LocalShard], plan: SavePlan) -> None:
+        """Write the blocks in ``plan`` of ``shards`` to the places of their tensors, and to disk."""
+        planned = {(item.index.fqn, item.index.offset) for item in plan.items}
         try:
             directory = Directory(self.aside)
         except FileNotFoundError as error:
@@ -697,7 +689,7 @@ class Replacement:
                 with directory.reopen(file.name) as opened, _naming(self.aside / file.name):
                     for spec in (spec for spec in file.tensors if spec.name in shards):
                         part = shards[spec.name]
-                        boxes = [b for b in part.extent.boxes() if plan is None or (spec.name, b.offsets) in planned]
+                        boxes = [box for box in part.extent.boxes() if (spec.name, box.offsets) in planned]
                         _write_boxes(opened.fileno(), file.offsets[spec.name], spec, part, boxes)
                     os.fsync(opened.fileno())
 

@@ -7,54 +7,41 @@ and files of ``torch.save``, ``torch.distributed.checkpoint.format_utils`` conve
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from composable_fsdp.checkpoint._coordination import dtype_name
 from composable_fsdp.checkpoint._dcp import directory
 from composable_fsdp.checkpoint._dcp.directory import Manifest
-from composable_fsdp.checkpoint._dcp.load import read as read_values
-from composable_fsdp.checkpoint._dcp.load import with_plain_names
+from composable_fsdp.checkpoint._dcp.load import read, with_plain_names
 from composable_fsdp.checkpoint._dcp.metadata import read_metadata
 from composable_fsdp.checkpoint._dcp.save import ContentsPath, key_of
-from composable_fsdp.checkpoint._safetensors import (
-    INDEX,
-    SINGLE,
-    Replacement,
-    TensorSpec,
-    check_directory,
-    check_options,
-)
+from composable_fsdp.checkpoint._safetensors import INDEX, SINGLE, save_safetensors
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.errors import CheckpointError, ConfigurationError
-
-Tensors = dict[ContentsPath, torch.Tensor]
-"""Tensors by path."""
 
 
 @dataclass(frozen=True)
 class Source:
     """A checkpoint that is open for reading: a directory of ``torch.distributed.checkpoint``, perhaps by ``save``.
 
-    Args:
-        tensors: shape and dtype by path, as tensors on the meta device. Tied tensors are listed once.
-        aliases: further paths of tied tensors, with the path in ``tensors``.
-        objects: the paths of values that are not tensors.
-        read: returns the tensors at the given paths, on the CPU.
-        manifest: the manifest, if ``save`` wrote the checkpoint.
+    ``paths`` are those of all values by key, ``tensors`` the metadata of tensors, and ``aliases`` the keys of tensors
+    that are tied to another one, with its key. ``manifest`` is there if ``save`` wrote the checkpoint.
     """
 
-    path: Path
-    tensors: Tensors
-    aliases: Mapping[ContentsPath, ContentsPath]
-    objects: Sequence[ContentsPath]
-    read: Callable[[Iterable[ContentsPath]], Tensors]
-    manifest: Manifest | None = None
+    folder: Path
+    manifest: Manifest | None
+    metadata: Metadata
+    paths: Mapping[str, ContentsPath]
+    tensors: Mapping[str, TensorStorageMetadata]
+    aliases: Mapping[str, str]
 
 
 def is_folder(path: Path) -> bool:
@@ -74,41 +61,29 @@ def open_source(path: Path) -> Source:
             f"{path} is a file, and no directory of a checkpoint. torch.load(path, mmap=True) reads one of torch.save, "
             "and safetensors.safe_open safetensors; safetensors.torch.save_file writes a state dict."
         )
-    folder = directory.find(path)
-    manifest, problem = directory.read_manifest(folder) if (folder / directory.MANIFEST).exists() else (None, "")
+    folder = directory.checkpoints_at(path)[0]
+    manifest, problem = None, ""
+    if directory.has_file(folder / directory.MANIFEST) or folder != path:
+        manifest, problem = directory.read_manifest(folder)
     if problem:
         raise CheckpointError(problem)
     metadata = with_plain_names(read_metadata(folder, manifest))
     saved, noted = metadata.state_dict_metadata, metadata.planner_data or {}
-    keys: dict[ContentsPath, str] = {tuple(noted.get(key) or key.split(".", 1)): key for key in saved}
-    found: dict[ContentsPath, tuple[object, torch.Tensor]] = {}
-    for at, key in keys.items():
-        tensor = saved[key]
-        if isinstance(tensor, TensorStorageMetadata):
-            # The positions in files are equal for all names of a tensor that was written once.
-            infos = [metadata.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in tensor.chunks]
-            memory = tuple((info.relative_path, info.offset) for info in infos)
-            found[at] = memory, torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
-    tensors, aliases = _tied(found)
-
-    def read(paths: Iterable[ContentsPath]) -> Tensors:
-        values = {at: torch.empty_like(tensors[at], device="cpu") for at in paths}
-        read_values(folder, metadata, {keys[at]: LocalShard(value) for at, value in values.items()})
-        return values
-
-    return Source(folder, tensors, aliases, [at for at in keys if at not in found], read, manifest)
+    tensors = {key: each for key, each in saved.items() if isinstance(each, TensorStorageMetadata)}
+    paths = {key: tuple(noted.get(key) or key.split(".", 1)) for key in saved}
+    first: dict[object, str] = {}
+    aliases: dict[str, str] = {}
+    for key, each in tensors.items():
+        # The positions in files are equal for all names of a tensor that was written once.
+        places = [metadata.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in each.chunks]
+        memory = paths[key][0], *((place.relative_path, place.offset) for place in places)
+        if prod(each.size) and (same := first.setdefault(memory, key)) != key:
+            aliases[key] = same
+    return Source(folder, manifest, metadata, paths, tensors, aliases)
 
 
-def _tied(
-    found: Mapping[ContentsPath, tuple[object, torch.Tensor]],
-) -> tuple[Tensors, dict[ContentsPath, ContentsPath]]:
-    """Return the tensors, and the further paths of those that are in the same memory, given by a value for each."""
-    first: dict[object, ContentsPath] = {}
-    aliases: dict[ContentsPath, ContentsPath] = {}
-    for at, (memory, tensor) in found.items():
-        if tensor.numel() and (same := first.setdefault((at[0], memory), at)) != at:
-            aliases[at] = same
-    return {at: tensor for at, (_, tensor) in found.items() if at not in aliases}, aliases
+def _nbytes(saved: TensorStorageMetadata) -> int:
+    return prod(saved.size) * saved.properties.dtype.itemsize
 
 
 # -- inspect
@@ -150,30 +125,28 @@ def describe(path: Path, *, verify: bool = False) -> Description:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
     source = open_source(path)
-    manifest = source.manifest
+    manifest, aliases, paths = source.manifest, source.aliases, source.paths
     saved = {} if manifest is None else {k: getattr(manifest, k) for k in ("step", "ranks", "library", "torch")}
-    tensors = [_tensor(source, at) for at in (*source.tensors, *source.aliases) if at[0] == "model"]
-    others = {at[0]: 0 for at in (*source.tensors, *source.objects) if at[0] != "model"}
-    for at, spec in source.tensors.items():
-        if at[0] in others:
-            others[at[0]] += spec.nbytes
-    stateful = {at[:3] for at in (*source.tensors, *source.objects) if at[:2] == ("optimizer", "state")}
+    tensors: list[Tensor] = []
+    for key, each in source.tensors.items():
+        if paths[key][0] == "model":
+            dtype, same_as = dtype_name(each.properties.dtype), aliases.get(key)
+            name, other = key_of(paths[key][1:]), None if same_as is None else key_of(paths[same_as][1:])
+            tensors.append(Tensor(name, tuple(each.size), dtype, _nbytes(each), other))
+    sizes = {key: _nbytes(each) for key, each in source.tensors.items() if key not in aliases}
+    others = {at[0]: 0 for at in paths.values() if at[0] != "model"}
+    for key, nbytes in sizes.items():
+        if paths[key][0] in others:
+            others[paths[key][0]] += nbytes
     return Description(
-        path=str(source.path),
+        path=str(source.folder),
         saved=saved,
         tensors=tuple(tensors),
-        optimizer=len(stateful),
+        optimizer=len({at[:3] for at in paths.values() if at[:2] == ("optimizer", "state")}),
         others=others,
-        nbytes=sum(spec.nbytes for spec in source.tensors.values()),
-        problems=tuple(directory.problems_of(source.path, contents=verify)) if manifest or verify else (),
+        nbytes=sum(sizes.values()),
+        problems=tuple(directory.problems_of(source.folder, contents=verify)) if manifest or verify else (),
     )
-
-
-def _tensor(source: Source, path: ContentsPath) -> Tensor:
-    of = source.aliases.get(path)
-    spec = source.tensors[of or path]
-    name, same_as = key_of(path[1:]), None if of is None else key_of(of[1:])
-    return Tensor(name, tuple(spec.shape), dtype_name(spec.dtype), spec.nbytes, same_as)
 
 
 # -- folders
@@ -227,8 +200,6 @@ def _examine(checkpoint: Path, contents: bool) -> tuple[Manifest | None, list[st
 # -- convert
 
 
-MAX_FILE_BYTES = 5 * 10**9
-
 _WORDS = {
     "classes": "classes of tensors",
     "model": "extra state of modules",
@@ -237,14 +208,24 @@ _WORDS = {
 """Names for what is left out. The step is not listed: safetensors have none."""
 
 
+class _Values(nn.Module):
+    """A model of ``values`` by name. Tied tensors are one object."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def state_dict(self, **_: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return self.values
+
+
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int = 5 * 10**9,
     force: bool = False,
-    verify: bool = True,
 ) -> list[str]:
     """Write the model of the checkpoint ``source`` to safetensors in ``target``, with all of its tensors in memory.
 
@@ -255,32 +236,27 @@ def convert(
         Descriptions of what was left out.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or the target exists.
+        CheckpointError: there is no checkpoint, it is damaged, the target exists, or it cannot be written.
         ConfigurationError: an argument is invalid.
     """
     given, goal = Path(source), Path(target)
-    check_options(max_file_bytes, dtype)
-    check_directory(goal)
     opened = open_source(given)
     if any((goal / file).exists() for file in (SINGLE, INDEX)) and not force:
         raise CheckpointError(f"{goal} exists already. Pass --force to replace it.")
-    if goal.exists() and (goal.samefile(opened.path) or goal.samefile(given)):
+    if goal.exists() and (goal.samefile(opened.folder) or goal.samefile(given)):
         raise ConfigurationError(f"{goal} is the source of the conversion. Name another target.")
-    if verify and opened.manifest is not None and (problems := list(directory.problems_of(opened.path))):
+    if opened.manifest is not None and (problems := list(directory.problems_of(opened.folder))):
         raise CheckpointError("\n".join(problems))
-    paths = [path for path in opened.tensors if path[0] == "model"]
-    if not paths:
+    names = {key: key_of(opened.paths[key][1:]) for key in opened.tensors if opened.paths[key][0] == "model"}
+    if not names:
         raise CheckpointError(
-            f"{opened.path} has no model: neither a state dict under the key 'model' nor tensors at the top level. "
+            f"{opened.folder} has no model: neither a state dict under the key 'model' nor tensors at the top level. "
             "Save its state dict as a file of its own."
         )
-    values = {key_of(path[1:]): value for path, value in opened.read(paths).items()}
-    values = {n: v.to(dtype) if dtype is not None and v.is_floating_point() else v for n, v in values.items()}
-    aliases = {key_of(alias[1:]): key_of(of[1:]) for alias, of in opened.aliases.items() if alias[0] == "model"}
-    specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in values.items()]
-    replacement = Replacement.of(goal, specs, aliases, max_file_bytes)
-    with replacement.begun() as aside:
-        replacement.write({name: LocalShard(value) for name, value in values.items()})
-        replacement.commit(aside)
-    left = [path for path in (*opened.tensors, *opened.objects) if path not in paths and path != ("step",)]
-    return sorted({_WORDS.get(path[0], path[0]) for path in left})
+    own = {key: opened.tensors[key] for key in names if key not in opened.aliases}
+    values = {key: torch.empty(saved.size, dtype=saved.properties.dtype) for key, saved in own.items()}
+    read(opened.folder, opened.metadata, {key: LocalShard(value) for key, value in values.items()})
+    model = _Values({name: values[opened.aliases.get(key, key)] for key, name in names.items()})
+    save_safetensors(model, goal, max_file_bytes=max_file_bytes, dtype=dtype)
+    left = [path[0] for key, path in opened.paths.items() if key not in names and path != ("step",)]
+    return sorted({_WORDS.get(each, each) for each in left})

@@ -31,13 +31,11 @@ def add_commands(commands: printing.Commands) -> None:
     parser = printing.add_command(verbs, "convert", _convert, has_json=True)
     parser.add_argument("source", type=Path, help=source)
     parser.add_argument("target", type=Path, help="a directory for safetensors")
-    parser.add_argument("--to", default="safetensors", help="safetensors, the only kind")
     dtypes = ("bfloat16", "float16", "float32")
     parser.add_argument("--dtype", choices=dtypes, help="dtype of the model's floating-point tensors")
     sizes = "bytes per file of safetensors (%(default)s)"
     parser.add_argument("--max-file-bytes", type=int, default=_MAX_FILE_BYTES, help=sizes)
     parser.add_argument("--force", action="store_true", help="replace existing safetensors")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums of SOURCE first")
 
 
 # -- inspect
@@ -107,38 +105,23 @@ def _summary(found: Description) -> list[str]:
 # -- convert
 
 
-def _convert(
-    source: Path,
-    target: Path,
-    to: str,
-    dtype: str | None,
-    max_file_bytes: int,
-    force: bool,
-    no_verify: bool,
-    as_json: bool,
-) -> None:
+def _convert(source: Path, target: Path, dtype: str | None, max_file_bytes: int, force: bool, as_json: bool) -> None:
     """Write the model of a checkpoint to safetensors, with all tensors in memory.
 
     Example: composable-fsdp checkpoint convert runs/1 export --dtype bfloat16
     """
-    if to != "safetensors" or target.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+    if target.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         raise ConfigurationError(
-            f"convert writes safetensors only, to a directory, not {target if to == 'safetensors' else to}. Between "
-            "directories of checkpoints and files of torch.save, torch converts: python -m "
-            "torch.distributed.checkpoint.format_utils dcp_to_torch SOURCE TARGET, or torch_to_dcp."
+            f"convert writes safetensors only, to a directory, not {target}. Between directories of checkpoints and "
+            "files of torch.save, torch converts: python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            "SOURCE TARGET, or torch_to_dcp."
         )
     import torch
 
     from composable_fsdp.checkpoint._tools import convert
 
-    left_out = convert(
-        source,
-        target,
-        dtype=getattr(torch, dtype) if dtype else None,
-        max_file_bytes=max_file_bytes,
-        force=force,
-        verify=not no_verify,
-    )
+    dtypes = getattr(torch, dtype) if dtype else None
+    left_out = convert(source, target, dtype=dtypes, max_file_bytes=max_file_bytes, force=force)
     if as_json:
         printing.show_json({"target": str(target), "left_out": list(left_out)})
         return

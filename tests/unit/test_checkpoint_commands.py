@@ -155,7 +155,7 @@ def test_verify_checks_all_files_of_a_folder(tmp_path: Path) -> None:
 def test_a_checkpoint_is_converted(tmp_path: Path) -> None:
     model, optimizer = trained()
     save(tmp_path / "run", model, optimizer)
-    done = run("convert", tmp_path / "run", tmp_path / "st", "--to", "safetensors", "--dtype", "bfloat16")
+    done = run("convert", tmp_path / "run", tmp_path / "st", "--dtype", "bfloat16")
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'st'} is complete\n")
     assert done.stderr == "left out: extra and random number generators, optimizer\n"
     fresh = Tied()
@@ -170,7 +170,6 @@ def test_exit_codes_say_whose_fault_it_is(tmp_path: Path) -> None:
         (["inspect", tmp_path], 1, "is not a checkpoint, and no complete checkpoint is in it."),
         (["verify", tmp_path], 2, "invalid choice: 'verify' (choose from"),
         (["convert", tmp_path / "none", tmp_path / "x"], 1, "none is not a checkpoint"),
-        (["convert", tmp_path / "run", tmp_path / "x", "--to", "dcp"], 2, "to a directory, not dcp. Between"),
         (["convert", tmp_path / "run", tmp_path / "x.pt"], 2, "x.pt. Between directories of checkpoints and files of"),
         (["convert", tmp_path / "run", tmp_path / "y.ckpt"], 2, "format_utils dcp_to_torch SOURCE TARGET, or torch_to"),
         (["convert", tmp_path / "run", tmp_path / "x", "--dtype", "int8"], 2, "invalid choice: 'int8'"),

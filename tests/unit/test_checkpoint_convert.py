@@ -135,7 +135,7 @@ def test_a_failed_conversion_leaves_the_target_unchanged(tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(CheckpointError, match="No space left on device"):
         convert(saved, tmp_path / "target", force=True)
     monkeypatch.undo()
     assert names_in(tmp_path / "target") == ["model.safetensors"]

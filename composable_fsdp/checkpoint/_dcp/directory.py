@@ -105,14 +105,6 @@ def leftovers(path: str | os.PathLike[str]) -> list[str]:
     return [name for name, (_, suffix) in _entries(path).items() if suffix]
 
 
-def find(path: str | os.PathLike[str]) -> Path:
-    """Return the first of :func:`checkpoints_at`. Raise ``CheckpointError`` if it has lost its manifest."""
-    found = checkpoints_at(path)[0]
-    if not has_file(found / MANIFEST) and not (found == Path(path) and has_file(found / METADATA)):
-        raise CheckpointError(f"{found / MANIFEST} is missing.")
-    return found
-
-
 def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
     """Return ``path`` if it is a checkpoint, else all checkpoints in the folder, the newest first, damaged ones too.
 

@@ -87,7 +87,6 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
     OBJECT,
     PLAIN,
     Layout,
-    TreePath,
     holds_dtensor,
     kind_of,
     kinds_of,
