@@ -149,7 +149,7 @@ def test_shards_in_extra_are_refused(tmp_path: Path) -> None:
         with all_ranks_raise(
             rf"{name} cannot be saved: TypeError: it has DTensors, of which each rank would save its own"
         ):
-            save(tmp_path, model, optimizer, extra, weights_only=False)
+            save(tmp_path, model, optimizer, extra)
     save(tmp_path, model, optimizer, {"full": weight.full_tensor()})
 
 

@@ -348,14 +348,14 @@ def test_plain_shards_of_an_optimizer_have_the_local_form_only(tmp_path: Path) -
 
 
 class Values(Optimizer):
+    """Keeps ``value`` in the state of each parameter."""
+
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {"lr": 0.1})
 
-    def keep(self, value: object, *, beside: bool) -> None:
-        if beside:
-            self.state["all"]["value"] = value  # type: ignore[index]
+    def keep(self, value: object) -> None:
         for group in self.param_groups:
-            for parameter in () if beside else group["params"]:
+            for parameter in group["params"]:
                 self.state[parameter]["value"] = value
 
 
@@ -372,15 +372,12 @@ def test_numbers_and_texts_that_differ_between_ranks_are_refused(tmp_path: Path)
         ("nested", {"k": [1, (2.0, "x")]}, {"k": [1, (2.0, "y")]}),
         ("none", None, 0),
     ]:
-        for beside in (False, True):
-            optimizer = Values([{"params": others}, {"params": [last], "of group": 1}])
-            optimizer.keep(value if rank else other, beside=beside)
-            with all_ranks_raise(
-                r"optimizer\.state\..*value.* is .* on rank 1 and .* on rank 0, but only one is saved"
-            ):
-                save(tmp_path, model, optimizer)
-            optimizer.keep(value, beside=beside)
-            save(tmp_path / name / str(beside), model, optimizer)
+        optimizer = Values([{"params": others}, {"params": [last], "of group": 1}])
+        optimizer.keep(value if rank else other)
+        with all_ranks_raise(r"optimizer\.state\..*value.* is .* on rank 1 and .* on rank 0, but only one is saved"):
+            save(tmp_path, model, optimizer)
+        optimizer.keep(value)
+        save(tmp_path / name, model, optimizer)
     for setting in (1 + rank, torch.tensor(0.1 + rank), {"betas": (0.9, 0.9 + rank / 100)}):
         optimizer = Values([{"params": others}, {"params": [last], "of group": setting}, {"params": [], "lr": rank}])
         with all_ranks_raise(r"the setting 'of group' of the param group of \S+ is .* on rank 1 and .* on rank 0, but"):

@@ -143,15 +143,13 @@ def test_what_one_rank_alone_would_save_is_refused(tmp_path: Path) -> None:
     model = built("plain")
     weight: Any = next(model.parameters())
 
-    def refused(value: Any, text: str, *, key: Any = weight) -> None:
+    def refused(value: Any, text: str, model: nn.Module = model) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.state[key] = {"a": [torch.zeros(1), {"b": value}]} if key is weight else {"b": value}
+        optimizer.state[next(model.parameters())] = {"a": [torch.zeros(1), {"b": value}]}
         for call in (lambda: save(tmp_path, model, optimizer), lambda: optimizer_state_dict(model, optimizer, Full())):
             with pytest.raises(CheckpointError) as raised:
                 call()
             assert text in str(raised.value), str(raised.value)
-            if key is not weight:
-                return
 
     shard = weight.detach().clone()
     refused(SimpleNamespace(mean=[shard]), "is a SimpleNamespace that holds a DTensor, of which only this rank's shard")
@@ -159,7 +157,7 @@ def test_what_one_rank_alone_would_save_is_refused(tmp_path: Path) -> None:
     partial = DTensor.from_local(torch.ones(3), weight.device_mesh, [Partial()])
     refused(partial, "is a DTensor of partial sums, (Partial(sum),). Keep it reduced")
     refused(torch.full((3,), float(dist.get_rank())), "is a plain tensor with other values on rank 1 than on rank 0")
-    refused(shard, "optimizer.state.mine.b is a DTensor of no sharded parameter. Keep it in the state of", key="mine")
+    refused(shard, " is a DTensor of no sharded parameter. Keep it in the state of", nn.Linear(1, 1, bias=False))
 
 
 class Precise(torch.optim.SGD):
@@ -309,10 +307,6 @@ def test_state_that_differs_between_ranks_is_refused_unless_a_shard_is_empty(tmp
         r"state\.1\.weight\.norm is a plain tensor with other values on rank 2 than on rank 0",
         lambda changed: changed.state[weight].update(norm=torch.tensor(rank // 2)),
     )
-    refused(
-        r"state\.mean is a plain tensor with other values on rank 1 than on rank 0",
-        lambda changed: changed.state.update(mean=torch.tensor(rank)),
-    )
 
 
 @on_ranks(2)
@@ -329,10 +323,6 @@ def test_lists_and_dicts_of_torchs_checkpoints_load(tmp_path: Path) -> None:
     new = built("plain", seed=1)
     with pytest.raises(CheckpointError, match=r"optimizer\.state\..* cannot be read: .* has a .*DTensor, which is not"):
         load(tmp_path / "opaque", new, Everything(new.parameters(), lr=0.1), strict=False)
-    with pytest.raises(CheckpointError) as raised:
-        load(tmp_path / "opaque", new, Everything(new.parameters(), lr=0.1), strict=False, weights_only=False)
-    for name in ("last", "deep.0"):
-        assert f"optimizer state {name} of 0.weight: a tuple that holds a DTensor, saved of one" in str(raised.value)
     for entry in entries:
         entry["last"], entry["deep"] = list(entry["last"]), {0: list(entry["deep"][0])}
     state["optimizer"] = get_optimizer_state_dict(model, optimizer)

@@ -147,10 +147,8 @@ CALLS: dict[str, Callable[[Path, nn.Module, dict[str, Any]], object]] = {
 DIFFERING: list[tuple[str, dict[str, Any]]] = [
     ("save", {"asynchronous": True}),
     ("save", {"keep_last": 2}),
-    ("save", {"weights_only": False}),
     ("load", {"strict": False}),
     ("load", {"verify": False, "fallback": True}),
-    ("load", {"weights_only": False}),
     ("save_safetensors", {"dtype": torch.bfloat16}),
     ("load_safetensors", {"convert_dtype": True}),
 ]

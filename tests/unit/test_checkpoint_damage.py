@@ -438,28 +438,31 @@ def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path, monkeyp
 
 def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
     model, _ = trained()
-    save(tmp_path, model, extra={"where": Path("data")}, weights_only=False)
-    message = r"'ranks.0.extra' has objects of classes that torch.load\(weights_only=True\) does not admit"
+    admitted = torch.serialization.safe_globals([type(Path()), (type(Path()), "pathlib.PosixPath")])
+    with admitted:
+        save(tmp_path, model, extra={"where": Path("data")})
+    message = (
+        r"'ranks.0.extra' cannot be read: UnpicklingError: it has an object of the class pathlib\S*PosixPath, which "
+        r"torch.load\(weights_only=True\) does not admit. If you trust whoever wrote it, call torch.serialization.add_s"
+    )
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, model)
-    assert load(tmp_path, model, weights_only=False) == {"where": Path("data")}
+    with admitted:
+        assert load(tmp_path, model) == {"where": Path("data")}
 
 
 def test_what_load_refuses_save_refuses_too(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy", reason="needs numpy: pip install numpy")
     model, optimizer = trained()
     for value in (numpy.float64(0.5), numpy.int64(3), numpy.ones(2), Path("data"), print, torch.nn.Linear(1, 1)):
-        text = r"extra\['step'\] cannot be saved: .* does not admit.* weights_only=F"
-        with pytest.raises(CheckpointError, match=text):
+        with pytest.raises(
+            CheckpointError, match=r"extra\['step'\] cannot be saved: .* does not admit.*strings, lists, dicts and ten"
+        ):
             save(tmp_path, model, extra={"step": value})
         optimizer.param_groups[0]["weight_decay"] = value
         with pytest.raises(CheckpointError, match=r"optimizer\.param_groups\[0\]\['weight_decay'\] cannot be saved: "):
             save(tmp_path, model, optimizer)
     assert latest(tmp_path) is None
-    optimizer.param_groups[0]["weight_decay"] = numpy.float64(0.5)
-    save(tmp_path, model, optimizer, {"step": numpy.int64(3)}, weights_only=False)
-    assert load(tmp_path, model, optimizer, weights_only=False) == {"step": 3}
-    assert optimizer.param_groups[0]["weight_decay"] == 0.5
     cyclic: list[Any] = [1, print]
     cyclic.append(cyclic)
     with pytest.raises(CheckpointError, match=r"extra\['cycle'\]\[1\] cannot be saved: "):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard, cast
@@ -64,7 +63,6 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
     Layout,
     TreePath,
     built,
-    holds_dtensor,
     layout_of_paths,
     leaves,
     new_state,
@@ -86,7 +84,6 @@ def load(
     verify: bool = True,
     fallback: bool = False,
     restore_rng: bool = True,
-    weights_only: bool = True,
     timeout: float = TIMEOUT,
 ) -> dict[str, Any]:
     """Load a checkpoint into ``model`` and ``optimizer``, on any mesh and any number of ranks.
@@ -117,8 +114,6 @@ def load(
             intact one. All ranks decide together and each checks a share of the files, from the newest checkpoint to
             the first intact one. With ``verify=False`` only missing files and wrong sizes are detected.
         restore_rng: restore the random number generators.
-        weights_only: admit only the classes that ``torch.load(weights_only=True)`` admits, so that no code in the
-            checkpoint can run.
         timeout: seconds that ranks wait for each other, here and in each exchange.
 
     Returns:
@@ -132,7 +127,7 @@ def load(
 
     def check() -> tuple[Sequence[object], Mapping[str, object]]:
         check_arguments("load(path, model, optimizer)", path, model, optimizer, averages)
-        switches = {"strict": strict, "verify": verify, "fallback": fallback, "weights_only": weights_only}
+        switches = {"strict": strict, "verify": verify, "fallback": fallback}
         return [os.fspath(path)], {name: bool(value) for name, value in switches.items()}
 
     ranks = meet(load, check, timeout)
@@ -140,24 +135,20 @@ def load(
     folder, manifest = _choose(ranks, what, Path(path), verify, fallback)
     same_ranks = manifest is not None and manifest.ranks == ranks.size
     own = f"ranks.{ranks.rank if same_ranks else 0}."
-    restore: _Restore | None = None
+    restore = _Restore(folder, model, optimizer, averages)
     failure: Exception | None = None
 
     def match() -> _Fit:
-        nonlocal restore
         metadata = with_plain_names(read_metadata(folder, manifest))
         kinds = ["model.", "classes.", "communication.", own]
         kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
         keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
-        objects = read_objects(folder, metadata, keys, weights_only=weights_only)
-        restore = _Restore(model, optimizer, averages, metadata, objects)
-        return restore.mismatch, restore.has_codec_state, restore.fits_communication
+        return restore.match(metadata, read_objects(folder, metadata, keys))
 
     def read_all() -> tuple[bool, str, list[str]]:
         nonlocal failure
-        assert restore is not None
         try:
-            restore.run(folder, communication=with_codecs)
+            restore.run(communication=with_codecs)
             if restore_rng and same_ranks and (state := restore.objects.get(f"{own}random")) is not None:
                 set_random_state(state)
         except Exception as error:
@@ -182,7 +173,6 @@ def load(
         raise error from failure
     if quantized and ranks.rank == 0:
         logger.warning("%s: %s", what, quantized_text(quantized))
-    assert restore is not None
     return cast(dict[str, Any], restore.objects.get(f"{own}extra") or {})
 
 
@@ -230,7 +220,8 @@ def _examine(ranks: RankGroup, what: str, checkpoint: Path, contents: bool) -> t
 
 
 _Fit = tuple[Mismatch, bool, bool | None]
-"""The findings of one rank: differences, if there is codec state, and if it fits (``None``: no such codecs)."""
+"""The findings of one rank: differences, whether the checkpoint has codec state, and whether that has the shapes of the
+model's (``None``: it has no such codecs)."""
 
 
 def _decide(fits: list[_Fit], what: str, strict: bool, same_ranks: bool) -> bool:
@@ -251,15 +242,21 @@ def _decide(fits: list[_Fit], what: str, strict: bool, same_ranks: bool) -> bool
     return loads
 
 
-def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weights_only: bool) -> dict[str, Any]:
-    """Read and deserialize the values of ``keys`` that are no tensors, or settings of an optimizer."""
+def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
+    """Read and deserialize the values of ``keys`` that are no tensors, or settings of an optimizer.
+
+    They have only classes that ``torch.load(weights_only=True)`` admits, so that no code in the checkpoint can run.
+    """
     objects: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     reader = ArchiveReader(folder)
     for key in keys:
         saved = metadata.state_dict_metadata[key]
         if isinstance(saved, BytesStorageMetadata):
-            objects[key] = _decoded(key, reader.read_bytes(metadata.storage_data[MetadataIndex(key)]), weights_only)
+            try:
+                objects[key] = decoded(reader.read_bytes(metadata.storage_data[MetadataIndex(key)]))
+            except Exception as error:  # damaged bytes may raise anything
+                raise CheckpointError(f"{key!r} cannot be read: {said(error)}.") from error
         elif key.startswith(_SETTINGS):
             tensors[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
     read(folder, metadata, {key: LocalShard(tensor) for key, tensor in tensors.items()})
@@ -269,72 +266,54 @@ def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weigh
 _SETTINGS = "optimizer.param_groups."
 
 
-def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
-    try:
-        return decoded(data, weights_only)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{key!r} has objects of classes that torch.load(weights_only=True) does not admit. If you trust whoever "
-            "wrote the checkpoint, pass weights_only=False, which can run any code in it; or admit the classes with "
-            "torch.serialization.add_safe_globals."
-        ) from error
-    except Exception as error:  # damaged bytes may raise anything
-        raise CheckpointError(f"{key!r} cannot be read: {said(error)}.") from error
-
-
+@dataclass
 class _Restore:
     """The state that ``model``, ``optimizer`` and ``averages`` load from a checkpoint. Only :meth:`run` changes them.
 
     Attributes:
         objects: the values in the checkpoint that are no tensors, by key.
-        mismatch: differences between the checkpoint and the state to load.
-        has_codec_state: whether the checkpoint has any.
-        fits_communication: True if the checkpoint has the state of the model's codecs in the right shapes; ``None`` if
-            they keep none.
         has_changed: True if :meth:`run` has changed anything so far.
         quantized: keys of optimizer state to which its class has given other values than the saved ones.
+        _state: the optimizer's state by parameter name. Its new tensors are empty until they are read.
+        _by_module: values that modules load through ``load_state_dict``, by plain name.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        averages: AveragedModel | None,
-        metadata: Metadata,
-        objects: Mapping[str, Any],
-    ) -> None:
-        self._model = model
-        self._averages = averages
-        self._metadata = metadata
-        self._saved = saved = metadata.state_dict_metadata
-        self.objects = objects
+    _folder: Path
+    _model: nn.Module
+    _optimizer: Optimizer | None
+    _averages: AveragedModel | None
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    has_changed: bool = False
+    quantized: list[str] = field(default_factory=list)
+    _mismatch: Mismatch = field(default_factory=Mismatch)
+    _parts: dict[str, LocalShard] = field(default_factory=dict)
+    _opaque: dict[str, OpaqueShard] = field(default_factory=dict)
+    _state: dict[str, Any] = field(default_factory=dict)
+    _by_module: dict[str, Any] = field(default_factory=dict)
+    _params: OptimizerParams | None = None
+    _groups: list[Mapping[str, Any] | None] = field(default_factory=list)
+
+    def match(self, metadata: Metadata, objects: Mapping[str, Any]) -> _Fit:
+        """Compare the checkpoint with the state to load."""
+        self._metadata, self._saved, self.objects = metadata, metadata.state_dict_metadata, objects
         records = {key.removeprefix("classes."): value for key, value in objects.items() if key.startswith("classes.")}
         self._records = {key: Record.decoded(value) for key, value in records.items()}
-        self._parts: dict[str, LocalShard] = {}
-        self._opaque: dict[str, OpaqueShard] = {}
-        self.quantized: list[str] = []
-        self._state: dict[str, Any] = {}
-        """The optimizer's state by parameter name. Its new tensors are empty until they are read."""
-        self._by_module: dict[str, Any] = {}
-        """Values that modules load through ``load_state_dict``, by plain name."""
-        self._params: OptimizerParams | None = None
-        self._groups: list[Mapping[str, Any] | None] = []
-        self.mismatch = Mismatch()
-        self.has_changed = False
-        prepare_for_access(model)
+        prepare_for_access(self._model)
+        averages = self._averages
         if averages is not None and "averages.steps" not in objects:
-            self.mismatch.others.append("the checkpoint has no averages.")
+            self._mismatch.others.append("the checkpoint has no averages.")
             averages = None
-        self._match_contents(contents_of(model, averages), "model." if averages is None else ("model.", "averages."))
-        if optimizer is not None:
-            self._match_optimizer(optimizer)
-        self._communication = communication_of(model)
-        residuals = {n: saved.get(f"communication.{n}.residual") for n in self._communication}
-        fits = all(_fits(residuals[name], each["residual"]) for name, each in self._communication.items())
-        self.fits_communication = fits if self._communication else None
-        self.has_codec_state = any(key.startswith("communication.") for key in saved)
+        prefixes = "model." if averages is None else ("model.", "averages.")
+        self._match_contents(contents_of(self._model, averages), prefixes)
+        if self._optimizer is not None:
+            self._match_optimizer(self._optimizer)
+        self._communication = communication_of(self._model)
+        residuals = ((self._saved.get(f"communication.{n}.residual"), e) for n, e in self._communication.items())
+        fits = all(_fits(residual, each["residual"]) for residual, each in residuals)
+        has_codec_state = any(key.startswith("communication.") for key in self._saved)
+        return self._mismatch, has_codec_state, fits if self._communication else None
 
-    def run(self, folder: Path, *, communication: bool) -> None:
+    def run(self, *, communication: bool) -> None:
         """Read this rank's shards of everything. If it raises and ``has_changed``, the model is loaded in part."""
         if communication:
             for name, each in self._communication.items():
@@ -347,9 +326,9 @@ class _Restore:
             with ExitStack() as memory:  # parts that cannot be written to, such as expanded buffers, get their own
                 plain = {key: memory.enter_context(part.plain(write=True)) for key, part in self._parts.items()}
                 blocks = {key: LocalShard(plain[key], extent=part.extent) for key, part in self._parts.items()}
-                read(folder, self._metadata, blocks, changed)
+                read(self._folder, self._metadata, blocks, changed)
             for key, shard in self._opaque.items():
-                if shard.load(folder, self._metadata, key):
+                if shard.load(self._folder, self._metadata, key):
                     self.quantized.append(key)
                 changed()
             self.has_changed = True
@@ -379,11 +358,11 @@ class _Restore:
             if key_of(path) in self.objects:
                 self._by_module[path[1]] = self.objects[key_of(path)]
             else:
-                self.mismatch.missing[path[1]] = "an object"
+                self._mismatch.missing[path[1]] = "an object"
         known = {key_of(path) for path in (*contents.parts, *contents.aliases, *contents.objects)}
         for key, saved in self._saved.items():
             if key.startswith(prefixes) and (self._outer_key(key) or key) not in known:
-                self.mismatch.unexpected[_label(key)] = _describe(saved)
+                self._mismatch.unexpected[_label(key)] = _describe(saved)
 
     def _outer_key(self, key: str) -> str | None:
         """Return the key of the outer tensor if ``key`` is that of an inner tensor, else ``None``."""
@@ -395,7 +374,7 @@ class _Restore:
 
     def _match_tensor(self, key: str, name: str, part: LocalShard) -> bool:
         """Plan to load ``key`` into ``part``. Return False, and note it, if ``key`` is missing or has another shape."""
-        saved, mismatch, wanted = self._saved.get(key), self.mismatch, part.value
+        saved, mismatch, wanted = self._saved.get(key), self._mismatch, part.value
         if key in self._records:
             parts = wanted_of(part, self._records[key], name, lambda end: self._spec(f"{key}{end}"), mismatch)
             self._parts |= {f"{key}{suffix}": each for suffix, each in parts.items()}
@@ -422,14 +401,14 @@ class _Restore:
         own = [[member.name for member in group] for group in params.groups]
         saved_groups = layouts["groups"] if "groups" in layouts else self._saved_groups(own)
         if saved_groups:
-            self._groups = params.match_groups(saved_groups, self.mismatch)
+            self._groups = params.match_groups(saved_groups, self._mismatch)
         else:
             self._groups = [None] * len(params.groups)
-            self.mismatch.others.append("the checkpoint has no param_groups of an optimizer.")
+            self._mismatch.others.append("the checkpoint has no param_groups of an optimizer.")
         states = layouts["state"]
         for name in states.keys() - params.members.keys():
             paths = built(states[name], lambda path, _: ".".join(map(str, path)))
-            self.mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(leaf for _, leaf in leaves(paths))
+            self._mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(leaf for _, leaf in leaves(paths))
         for name, member in params.members.items():
             if name in states:
                 self._state[name] = built(states[name], partial(self._match_state, params, member))
@@ -447,7 +426,7 @@ class _Restore:
                 first, *others = (by_name.pop(name) for name in names)
                 groups.append({**first, "params": list(names)})
                 if any(repr(each) != repr(first) for each in others):
-                    self.mismatch.others.append(f"saved settings differ within one group: {', '.join(names)}")
+                    self._mismatch.others.append(f"saved settings differ within one group: {', '.join(names)}")
         return [*groups, *({**group, "params": [name]} for name, group in by_name.items())]
 
     def _match_state(self, params: OptimizerParams, member: OptimizerParam, path: TreePath, kind: str) -> Any:
@@ -464,17 +443,14 @@ class _Restore:
             self._parts[full_key] = LocalShard(existing, member.sharding)
             return existing
         if record is None:
-            value = self.objects.get(full_key)
             if full_key not in self.objects:
-                self.mismatch.missing[name] = "optimizer state"
-            elif holds_dtensor(value):  # torch looks into lists and dicts only
-                self.mismatch.classes[name] = f"a {type(value).__name__} that holds a DTensor, saved of one rank only"
-            return value
+                self._mismatch.missing[name] = "optimizer state"
+            return self.objects.get(full_key)
         if existing is None:  # only its own class can create a tensor that has inner tensors
             local = local_part(member.parameter)
             if class_name(local) != record.kind:
                 text = f"a {record.kind}, which the optimizer has not made so far. Step it once first"
-                self.mismatch.classes[name] = text
+                self._mismatch.classes[name] = text
                 return None
             dtype = getattr(torch, record.dtype)
             existing = like(member.parameter, torch.empty_like(local, dtype=dtype, requires_grad=False))
@@ -487,7 +463,7 @@ class _Restore:
         """Return the tensor to load that was saved as pickles: the optimizer's own, or one that a first step makes."""
         parameter, saved = member.parameter, cast(TensorStorageMetadata, self._saved[key])
         if saved.size != parameter.shape:
-            self.mismatch.shapes[name] = differ(tuple(saved.size), tuple(parameter.shape))
+            self._mismatch.shapes[name] = differ(tuple(saved.size), tuple(parameter.shape))
             return None
         try:
             existing = params.existing(member, path)
@@ -496,7 +472,7 @@ class _Restore:
             part = LocalShard(existing, member.sharding)
             self._opaque[key] = OpaqueShard(part, saved, partial(params.made, member, path))
         except CheckpointError as error:
-            self.mismatch.classes[name] = f"saved as a tensor of a class of its optimizer, but {error}"
+            self._mismatch.classes[name] = f"saved as a tensor of a class of its optimizer, but {error}"
             return None
         return existing
 

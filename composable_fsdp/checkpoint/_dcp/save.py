@@ -343,13 +343,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 class SavePlanner(DefaultSavePlanner):
     """A planner that writes ``contents``. DCP merges the plans of the ranks and validates the result."""
 
-    def __init__(self, contents: Contents, *, weights_only: bool) -> None:
+    def __init__(self, contents: Contents) -> None:
         super().__init__()
         self._staged: dict[MetadataIndex, torch.Tensor | bytes] = {}
         self.is_coordinator = False
         self.state_dict = {key_of(path): part for path, part in contents.parts.items()}
         self.state_dict |= {
-            key_of(path): serialized(key_of(path[2 * (path[0] == "ranks") :]), value, weights_only)
+            key_of(path): serialized(key_of(path[2 * (path[0] == "ranks") :]), value)
             for path, value in contents.objects.items()
         }
         self.mappings = {key_of(path): path for path in (*contents.parts, *contents.objects, *contents.aliases)}
@@ -380,26 +380,26 @@ class SavePlanner(DefaultSavePlanner):
             torch.accelerator.synchronize()
 
 
-def serialized(key: str, value: object, weights_only: bool, above: frozenset[int] = frozenset()) -> bytes:
+def serialized(key: str, value: object, above: frozenset[int] = frozenset()) -> bytes:
     """Return the bytes of an object. Raise ``CheckpointError``, which names the part, if ``load`` would refuse it.
 
-    With ``weights_only=False`` it may have any class that can be pickled. ``above`` are ids of what contains it.
+    ``above`` are ids of what contains it.
     """
     data, refused = io.BytesIO(), None
     try:
         if holds_dtensor(value):
             raise TypeError(_DTENSORS)
         torch.save(value, data)
-        if weights_only and type(value) not in _PLAIN:
-            decoded(data.getvalue(), weights_only)
+        if type(value) not in _PLAIN:
+            decoded(data.getvalue())
     except Exception as error:  # the code of any class
         refused = error
     if refused is not None:
         for item, inner in _inner(value) if id(value) not in above else ():
-            serialized(f"{key}[{item!r}]", inner, weights_only, above | {id(value)})  # raises at the innermost part
+            serialized(f"{key}[{item!r}]", inner, above | {id(value)})  # raises at the innermost part
         raise CheckpointError(
             f"{key} cannot be saved: {said(refused)}. Save what describes it instead: numbers, strings, lists, dicts "
-            "and tensors; or pass weights_only=False to save and to load, for any class that can be pickled"
+            "and tensors"
         ) from refused
     return data.getvalue()
 
@@ -410,12 +410,11 @@ _DTENSORS = (
 )
 
 
-def decoded(data: bytes, weights_only: bool) -> Any:
+def decoded(data: bytes) -> Any:
     """Return the object that :func:`serialized` wrote, tensors on the CPU. Saves ask it what ``load`` will admit."""
     file = io.BytesIO(data)
-    if weights_only:
-        check_archive(file)
-    return torch.load(file, map_location="cpu", weights_only=weights_only)
+    check_archive(file)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -557,7 +556,6 @@ def save(
     step: int | None = None,
     keep_last: int | None = None,
     asynchronous: bool = False,
-    weights_only: bool = True,
     timeout: float = TIMEOUT,
 ) -> PendingSave:
     """Write a new checkpoint ``path/step-00000020``. All ranks of the default process group must call it.
@@ -575,15 +573,13 @@ def save(
         model: sharded or not.
         optimizer: over parameters of ``model``.
         extra: further state of this rank, such as the position in the data or the state of a scheduler: numbers,
-            strings, lists, dicts and plain tensors.
+            strings, lists, dicts, plain tensors, and what ``torch.serialization.add_safe_globals`` has admitted.
         averages: averages of ``model``, by torch's ``AveragedModel`` of the sharded model.
         step: step of the checkpoint. Default: ``extra["step"]`` if that is an int, else one more than the newest step.
         keep_last: number of checkpoints to keep. Once this one is complete, all but the highest steps are deleted; this
             one is always kept.
         asynchronous: copy to host memory and write in a thread, so that training waits only for the copy. The next save
             or load waits for the thread, and so does the exit of the interpreter.
-        weights_only: refuse objects that ``load`` refuses, in ``extra``, settings of the optimizer and extra states of
-            modules. With ``False`` they may have any class, and ``load`` needs ``weights_only=False`` too.
         timeout: seconds that ranks wait for each other, here and in each exchange.
 
     Returns:
@@ -611,11 +607,10 @@ def save(
             "step": step,
             "keep_last": None if keep_last is None else operator.index(keep_last),
             "asynchronous": bool(asynchronous),
-            "weights_only": bool(weights_only),
         }
 
     saver = _Save(meet(save, check, timeout), folder, step, keep_last)
-    saver.plan(model, optimizer, averages, own, weights_only)
+    saver.plan(model, optimizer, averages, own)
     pending = PendingSave(saver.final, saver.step)
     if asynchronous:
         saver.stage()
@@ -646,12 +641,7 @@ class _Save:
         self._partial_checkpoint: PartialCheckpoint | None = None
 
     def plan(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        averages: AveragedModel | None,
-        extra: Mapping[str, Any],
-        weights_only: bool,
+        self, model: nn.Module, optimizer: Optimizer | None, averages: AveragedModel | None, extra: Mapping[str, Any]
     ) -> None:
         """Plan which rank writes what, and create the directory."""
         what = f"saving to {self._path}"
@@ -666,7 +656,7 @@ class _Save:
                 for index, group in enumerate(optimizer.param_groups):  # ranks exchange them before they are planned
                     for name, value in group.items():
                         if name != "params":
-                            serialized(f"optimizer.param_groups[{index}][{name!r}]", value, weights_only)
+                            serialized(f"optimizer.param_groups[{index}][{name!r}]", value)
             contents.add_rank(model, self._ranks.rank, extra)
             return contents.contribution()
 
@@ -675,7 +665,7 @@ class _Save:
 
         def each() -> tuple[SavePlan, Mapping[str, str]]:
             contents.settle(merged)
-            self._planner = SavePlanner(contents, weights_only=weights_only)
+            self._planner = SavePlanner(contents)
             further_keys = {key_of(alias): key_of(path) for alias, path in contents.aliases.items()}
             return self._planner.create_local_plan(), further_keys
 
