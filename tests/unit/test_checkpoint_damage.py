@@ -59,9 +59,7 @@ def test_the_files_of_a_checkpoint_folder(tmp_path: Path) -> None:
     assert latest(tmp_path / "deep" / "run") == saved.path == folder
     assert files_of(folder) == [".metadata", "__0_0.distcp", "manifest.json"]
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
-    assert (body["format"], body["step"], body["ranks"], body["torch"]) == (2, 20, 1, torch.__version__)
-    assert body["tensors"]["model.second.weight"] == {"shape": [3, 3], "dtype": "float32"}
-    assert body["tensors"]["optimizer.state.first.weight.exp_avg"] == {"shape": [3, 3], "dtype": "float32"}
+    assert (body["format"], body["step"], body["ranks"], body["torch"]) == (3, 20, 1, torch.__version__)
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
@@ -164,7 +162,7 @@ def test_fallback_goes_on_past_a_disk_that_fails(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [(1, "dcp_to_torch makes one file of it: load that with load_state_dict, and"), (3, "Update composable_fsdp.")],
+    [(2, "dcp_to_torch makes one file of it: load that with load_state_dict, and"), (4, "Update composable_fsdp.")],
 )
 def test_another_format_is_named_and_not_reported_as_damage(tmp_path, monkeypatch, version: int, advice: str) -> None:
     saved_steps(tmp_path, 1.0)
@@ -174,7 +172,7 @@ def test_another_format_is_named_and_not_reported_as_damage(tmp_path, monkeypatc
     for fallback in (True, False):
         text = refused(tmp_path, fallback=fallback)
         assert f"has format version {version}, written by composable_fsdp " in text
-        assert "; this one reads version 2. " in text
+        assert "; this one reads version 3. " in text
         assert advice in text
 
 

@@ -20,16 +20,14 @@ import socket
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from composable_fsdp._consistency.verify_ranks import library_version
 from composable_fsdp._files import Directory, create, delete, open_regular, read_text
-from composable_fsdp.checkpoint._coordination import dtype_name
 from composable_fsdp.checkpoint._safetensors import sync
 from composable_fsdp.errors import CheckpointError
 
@@ -235,7 +233,7 @@ def _acquire_lock(path: Path) -> int:
 # -- manifests
 
 
-FORMAT = 2
+FORMAT = 3
 """Version of the manifest and of the checkpoint's keys. Only this one is read."""
 
 
@@ -251,24 +249,14 @@ class FileRecord:
 class Manifest:
     """The description of one checkpoint: its step, the number of ranks that saved, and versions that they had.
 
-    ``files`` are all but the manifest, which contains its own checksum. ``tensors`` are shapes and dtypes by key.
+    ``files`` are all but the manifest, which contains its own checksum.
     """
 
     step: int
     ranks: int
     files: Mapping[str, FileRecord]
-    tensors: Mapping[str, Any]
-    library: str
-    torch: str
-
-    @staticmethod
-    def of(step: int, ranks: int, files: Mapping[str, FileRecord], metadata: Metadata) -> Manifest:
-        tensors = {
-            key: {"shape": tuple(saved.size), "dtype": dtype_name(saved.properties.dtype)}
-            for key, saved in metadata.state_dict_metadata.items()
-            if isinstance(saved, TensorStorageMetadata)
-        }
-        return Manifest(step, ranks, files, tensors, library_version(), torch.__version__)
+    library: str = field(default_factory=library_version)
+    torch: str = torch.__version__
 
     def write(self, folder: Directory) -> None:
         body = {"format": FORMAT, **asdict(self)}

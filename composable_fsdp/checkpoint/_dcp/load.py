@@ -437,7 +437,7 @@ class _Restore:
         if isinstance(saved, TensorStorageMetadata) and (record is not None or is_pickled(self._metadata, full_key)):
             return self._match_opaque(params, member, path, full_key, name)
         if isinstance(saved, TensorStorageMetadata):
-            if not isinstance(existing, torch.Tensor) or existing.shape != saved.size:
+            if existing is None or existing.shape != saved.size:
                 key, shape = path[-1] if path else None, tuple(saved.size)
                 existing = new_state(kind, key, shape, saved.properties.dtype, member.parameter)
             self._parts[full_key] = LocalShard(existing, member.sharding)
@@ -467,7 +467,7 @@ class _Restore:
             return None
         try:
             existing = params.existing(member, path)
-            if not isinstance(existing, torch.Tensor) or existing.shape != saved.size:
+            if existing is None or existing.shape != saved.size:
                 existing = like(parameter, params.made(member, path, local_part(parameter).shape))
             part = LocalShard(existing, member.sharding)
             self._opaque[key] = OpaqueShard(part, saved, partial(params.made, member, path))
@@ -492,7 +492,7 @@ class _Restore:
                 kind = UNKNOWN if isinstance(self._saved[key], TensorStorageMetadata) else OBJECT
                 kinds.setdefault(cast(str, path[2]), {})[path[3:]] = kind
         members = self._params.members
-        existing = {name: self._params.existing(members[name], ()) if name in members else {} for name in kinds}
+        existing = {name: self._params.tree(members[name]) if name in members else {} for name in kinds}
         return {name: layout_of_paths(found, existing[name]) for name, found in kinds.items()}
 
 

@@ -247,15 +247,14 @@ class Contents:
 
     def settle(self, merged: Contribution) -> None:
         """Add the groups of all ranks, and replace each tensor subclass by its inner tensors and its record."""
-        settings, paths = flatten_state_dict({"optimizer": {"param_groups": list(merged.groups.values())}})
-        for key, value in settings.items() if merged.groups else ():  # torch's keys: it reads them one by one
-            if isinstance(value, torch.Tensor):
-                self.parts[paths[key]] = LocalShard(value)
-            else:
-                self.objects[paths[key]] = value
-        if merged.groups:
-            groups = list(merged.groups.values())
+        if groups := list(merged.groups.values()):
             self.objects["optimizer", "layouts"] = {"state": merged.layouts, "groups": groups}
+            settings, paths = flatten_state_dict({"optimizer": {"param_groups": groups}})
+            for key, value in settings.items():  # torch's keys: it reads them one by one
+                if isinstance(value, torch.Tensor):
+                    self.parts[paths[key]] = LocalShard(value)
+                else:
+                    self.objects[paths[key]] = value
         checked: set[type] = set()
         for path in [path for path in self.parts if key_of(path) in merged.inner]:
             part, record = self.parts.pop(path), merged.inner[key_of(path)]
@@ -270,7 +269,7 @@ class Contents:
             aliases = [alias for alias, of in self.aliases.items() if of == path]
             for each in (path, *aliases):
                 self.aliases.pop(each, None)
-                self.objects["classes", key_of(each)] = replace(record, path=each).encoded()
+                self.objects["classes", key_of(each)] = record.encoded()
             for suffix, inner in () if record.is_opaque else inner_tensors.parts_of(part, record).items():
                 own = (*path[:-1], f"{path[-1]}{suffix}")
                 self.parts[own] = inner
@@ -530,7 +529,7 @@ class ChecksummingWriter(FileSystemWriter):
         ]
         self.finish(metadata, [results])
         files = {name: record for _, records in written for name, record in records.items()} | self.records
-        Manifest.of(step, ranks, files, metadata).write(self.files.directory)
+        Manifest(step, ranks, files).write(self.files.directory)
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> Writes:
         items = [replace(i, type=WriteItemType.BYTE_IO) if planner.is_pickled(i) else i for i in plan.items]

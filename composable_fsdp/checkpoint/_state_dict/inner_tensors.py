@@ -206,8 +206,7 @@ class _InnerLayout:
 class Record:
     """The checkpoint's description of a tensor that is saved as inner tensors.
 
-    ``path``, ``kind``, ``shape`` and ``dtype`` are the outer tensor's path in the nested state dict, its class, global
-    shape and dtype.
+    ``kind``, ``shape`` and ``dtype`` are the outer tensor's class, global shape and dtype.
 
     Attributes:
         local_shape: the shape of every rank's shard, if they are equal; else ``None``, and there is no context.
@@ -215,7 +214,6 @@ class Record:
         inner: the layout of each inner tensor; empty if it is opaque, and saved under the key itself.
     """
 
-    path: tuple[str, ...]
     kind: str
     shape: tuple[int, ...]
     dtype: str
@@ -234,7 +232,7 @@ class Record:
     @staticmethod
     def decoded(text: str) -> Record:
         values = json.loads(text)
-        for name in ("path", "shape", "local_shape"):
+        for name in ("shape", "local_shape"):
             values[name] = _tuples(values[name])
         inner = {name: _InnerLayout(*_tuples(layout)) for name, layout in values["inner"].items()}
         return Record(**{**values, "inner": inner})
@@ -245,7 +243,7 @@ def _tuples(value: Any) -> Any:
 
 
 def agreed(contributions: Sequence[Mapping[str, InnerContribution]]) -> dict[str, Record]:
-    """Combine the descriptions of all ranks, by key of the outer tensor. The records have no path yet."""
+    """Combine the descriptions of all ranks, by key of the outer tensor."""
     by_key: dict[str, list[InnerContribution]] = {}
     for of_rank in contributions:
         for key, contribution in of_rank.items():
@@ -275,7 +273,7 @@ def _agreed(key: str, contributions: Sequence[InnerContribution]) -> Record:
     first = filled[0]
     own = first.extent.local_shape, first.context
     local_shape, context = own if all((e.extent.local_shape, e.context) == own for e in filled) else (None, None)
-    return Record((), kinds[0], first.extent.shape, first.dtype, local_shape, context, layouts)
+    return Record(kinds[0], first.extent.shape, first.dtype, local_shape, context, layouts)
 
 
 def _layout_of(name: str, contributions: Sequence[InnerContribution], *, can_be_irregular: bool) -> _InnerLayout | None:

@@ -179,12 +179,6 @@ def shard_for(
     return extent_of(target, sharding).take(value)
 
 
-@torch.no_grad()
-def fill(target: torch.Tensor, sharding: ParameterSharding | None, value: torch.Tensor, form: Form | None) -> None:
-    """Copy this rank's shard of ``value`` into ``target``. Collective as :func:`shard_for` is."""
-    fill_(local_part(target), shard_for(target, sharding, value.detach(), form))
-
-
 def _kind(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "complex"
@@ -440,7 +434,7 @@ class StateDictLoader:
                 if entry.is_tensor and id(target) not in filled:
                     filled.add(id(target))
                     value = self.owners.send(target, self.given.get(name), target.dtype, target.shape)
-                    fill(target, entry.sharding, value, self.form)
+                    fill_(local_part(target), shard_for(target, entry.sharding, value.detach(), self.form))
                     del value  # before the next one is received
         return values
 

@@ -167,9 +167,14 @@ class OptimizerParams:
             raise CheckpointError("this optimizer makes no such state")
         return found
 
-    def existing(self, member: OptimizerParam, path: TreePath) -> Any:
-        """Return what the optimizer has at ``path`` of the state of ``member``, or ``None``."""
-        return at(self._state().get(member.parameter, {}), path)
+    def tree(self, member: OptimizerParam) -> Any:
+        """Return the state of ``member``."""
+        return self._state().get(member.parameter, {})
+
+    def existing(self, member: OptimizerParam, path: TreePath) -> torch.Tensor | None:
+        """Return the tensor that the optimizer has at ``path`` of the state of ``member``, or ``None``."""
+        found = at(self.tree(member), path)
+        return found if isinstance(found, torch.Tensor) else None
 
     def match_groups(self, saved: Sequence[Mapping[str, Any]], mismatch: Mismatch) -> list[Mapping[str, Any] | None]:
         """Return the saved group of each of the optimizer's groups, found by its parameters, if there is one.
@@ -356,8 +361,10 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
         check_form(form)
         params = OptimizerParams(model, optimizer)
         trees, groups = params.packed()
-        kinds = _kinds_of(params, trees)
-        _check_places(kinds, form)
+        kinds = {
+            name: {path: _kind_in(form, params.members[name], path, leaf) for path, leaf in leaves(tree)}
+            for name, tree in trees.items()
+        }
         return params, trees, groups, kinds
 
     params, trees, groups, kinds = on_all_ranks(model, read)
@@ -399,20 +406,14 @@ def _title(name: str, path: TreePath) -> str:
     return f"the state {'.'.join(map(str, path))} of {name}"
 
 
-def _kinds_of(params: OptimizerParams, state: Mapping[str, Any]) -> dict[str, dict[TreePath, str]]:
-    return {
-        name: {path: kind_of(leaf, params.members[name].parameter, _title(name, path)) for path, leaf in leaves(entry)}
-        for name, entry in state.items()
-    }
-
-
-def _check_places(kinds: Mapping[str, Mapping[TreePath, str]], form: Form) -> None:
-    placed = ((name, path) for name, found in kinds.items() for path, kind in found.items() if is_placed(kind))
-    if isinstance(form, Local) and (first := next(placed, None)) is not None:
+def _kind_in(form: Form, member: OptimizerParam, path: TreePath, leaf: Any) -> str:
+    kind = kind_of(leaf, member.parameter, _title(member.name, path))
+    if isinstance(form, Local) and is_placed(kind):
         raise CheckpointError(
-            f"{_title(*first)} is a DTensor in other placements than its parameter, for which the local form has no "
-            "place. Use Sharded() or Full()."
+            f"{_title(member.name, path)} is a DTensor in other placements than its parameter, for which the local "
+            "form has no place. Use Sharded() or Full()."
         )
+    return kind
 
 
 def _check_alike(
@@ -555,17 +556,13 @@ class _Load:
         """Compare what is known of the target with ``value``: some optimizers have state of any shape."""
         if not isinstance(value, torch.Tensor):
             return
-        parameter, existing = member.parameter, self._existing(member, path)
+        parameter, existing = member.parameter, self._params.existing(member, path)
         target = existing if existing is not None else value
         is_shard = existing is not None and existing.ndim and existing.shape == local_part(parameter).shape
         is_new = existing is None and value.ndim and type(self._optimizer) in ELEMENTWISE
         if kind in (AS_PARAMETER, OPAQUE) or (kind == UNKNOWN and (is_shard or is_new)):
             target = parameter
         compare(".".join(map(str, (member.name, *path))), target, value, self._form, mismatch)
-
-    def _existing(self, member: OptimizerParam, path: TreePath) -> torch.Tensor | None:
-        value = self._params.existing(member, path)
-        return value if isinstance(value, torch.Tensor) else None
 
     def _loaded_value(self, member: OptimizerParam, kinds: Mapping[TreePath, str], path: TreePath, value: Any) -> Any:
         """Return the value to give to the optimizer, after a broadcast if only one rank has it."""
@@ -575,7 +572,7 @@ class _Load:
         if not isinstance(value, torch.Tensor):
             return value
         value = value.detach()
-        parameter, existing, kind = member.parameter, self._existing(member, path), kinds.get(path, UNKNOWN)
+        parameter, existing, kind = member.parameter, self._params.existing(member, path), kinds.get(path, UNKNOWN)
         if not value.ndim and not isinstance(value, DTensor) and kind in (PLAIN, UNKNOWN):
             return value.clone()
         is_local = isinstance(self._form, Local) and not isinstance(value, DTensor)
