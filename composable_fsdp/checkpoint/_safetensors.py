@@ -137,8 +137,19 @@ def load_safetensors(
         return mismatch, digest(tensors)
 
     def verify(fits: list[_Fit]) -> list[str]:
+        """Return the keys that no rank expects. Raise if anything does not fit."""
         assert stored is not None
-        return _verify_fits(fits, stored.path, type(model).__name__, strict=strict)
+        mismatches = {rank: mismatch for rank, (mismatch, _) in enumerate(fits)}
+        leave_common_unexpected(mismatches.values())
+        ignored = () if strict else ("missing", "unexpected")
+        refuse(f"{stored.path} does not fit {type(model).__name__}", mismatches, ignored)
+        others = [rank for rank, (_, seen) in enumerate(fits) if seen != fits[0][1]]
+        if others:  # a path may be another directory on another host
+            raise CheckpointError(
+                f"{stored.path} is not the same checkpoint on all ranks: {ranks_text(others)} found other tensors than "
+                "rank 0. Put it on storage that all ranks share, or the same copy on every host."
+            )
+        return list(mismatches[0].unexpected)
 
     def read() -> None:
         assert stored is not None
@@ -187,20 +198,6 @@ def _read_part(stored: StoredTensor, part: LocalShard, key: str) -> None:
         raise CheckpointError(
             f"{stored.file} could not be read at {key!r}: {error}. The model is loaded in part."
         ) from error
-
-
-def _verify_fits(fits: list[_Fit], path: Path, model: str, *, strict: bool) -> list[str]:
-    """Return the keys that no rank expects. Raise if anything does not fit."""
-    mismatches = {rank: mismatch for rank, (mismatch, _) in enumerate(fits)}
-    leave_common_unexpected(mismatches.values())
-    refuse(f"{path} does not fit {model}", mismatches, ignore=() if strict else ("missing", "unexpected"))
-    others = [rank for rank, (_, seen) in enumerate(fits) if seen != fits[0][1]]
-    if others:  # a path may be another directory on another host
-        raise CheckpointError(
-            f"{path} is not the same checkpoint on all ranks: {ranks_text(others)} found other tensors than rank 0. "
-            "Put it on storage that all ranks share, or the same copy on every host."
-        )
-    return list(mismatches[0].unexpected)
 
 
 def _keys_of(names: Mapping[str, str], stored: StoredTensors) -> dict[str, str]:
@@ -667,7 +664,8 @@ class Replacement:
                     with open(file.name, "xb", opener=aside.opener) as opened, _naming(self.aside / file.name):
                         opened.write(file.header)
                         opened.flush()
-                        _reserve(opened.fileno(), file.nbytes)
+                        # Allocate the disk space now: a full disk is an error here, and not while ranks write.
+                        os.posix_fallocate(opened.fileno(), 0, file.nbytes)
                 yield aside
             except BaseException:
                 delete(self.aside)
@@ -730,14 +728,6 @@ def _naming(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(file)) from error
-
-
-def _reserve(file: int, nbytes: int) -> None:
-    """Allocate the disk space now, so that a full disk is an error here and not while ranks write."""
-    if sys.platform == "linux":
-        os.posix_fallocate(file, 0, nbytes)
-    else:
-        os.truncate(file, nbytes)
 
 
 def sync(path: Path) -> None:

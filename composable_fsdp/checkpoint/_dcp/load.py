@@ -360,17 +360,10 @@ class _Restore:
             else:
                 self._mismatch.missing[path[1]] = "an object"
         known = {key_of(path) for path in (*contents.parts, *contents.aliases, *contents.objects)}
+        outer = {f"{key}.{name}": key for key, record in self._records.items() for name in record.inner}
         for key, saved in self._saved.items():
-            if key.startswith(prefixes) and (self._outer_key(key) or key) not in known:
+            if key.startswith(prefixes) and outer.get(key, key) not in known:
                 self._mismatch.unexpected[_label(key)] = _describe(saved)
-
-    def _outer_key(self, key: str) -> str | None:
-        """Return the key of the outer tensor if ``key`` is that of an inner tensor, else ``None``."""
-        for at, character in enumerate(key):
-            record = self._records.get(key[:at]) if character == "." else None
-            if record is not None and key[at + 1 :] in record.inner:
-                return key[:at]
-        return None
 
     def _match_tensor(self, key: str, name: str, part: LocalShard) -> bool:
         """Plan to load ``key`` into ``part``. Return False, and note it, if ``key`` is missing or has another shape."""

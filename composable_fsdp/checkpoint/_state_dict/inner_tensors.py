@@ -76,24 +76,24 @@ class InnerContribution:
 @torch.no_grad()
 def inner_contributions_of(parts: Mapping[str, LocalShard]) -> dict[str, InnerContribution]:
     """Describe those of ``parts``, given by key, that are saved as inner tensors."""
+    contributions = {}
     for key, part in parts.items():
         refuse_unknown(key, part)
-    return {key: _inner_contribution_of(part) for key, part in parts.items() if is_wrapper(part.local)}
-
-
-def _inner_contribution_of(part: LocalShard) -> InnerContribution:
-    local, extent = part.local, part.extent
-    inner = inner_of(local)
-    ratios_by_dim = [_ratios(local, inner, dim) for dim in range(local.ndim)]
-    found = {}
-    for name, tensor in inner.items():
-        ratios = tuple(by_name[name] for by_name in ratios_by_dim)
-        shared = any(
-            ratio in (None, REPLICATED) and ranges != (range(size),)
-            for ratio, ranges, size in zip(ratios, extent.ranges, extent.shape, strict=True)
-        )
-        found[name] = _Inner(tuple(tensor.shape), ratios, checksum(tensor) if shared else None)
-    return InnerContribution(class_name(local), dtype_name(part.value.dtype), context_of(local), extent, found)
+        local, extent, found = part.local, part.extent, {}
+        if not is_wrapper(local):
+            continue
+        inner = inner_of(local)
+        ratios_by_dim = [_ratios(local, inner, dim) for dim in range(local.ndim)]
+        for name, tensor in inner.items():
+            ratios = tuple(by_name[name] for by_name in ratios_by_dim)
+            shared = any(
+                ratio in (None, REPLICATED) and ranges != (range(size),)
+                for ratio, ranges, size in zip(ratios, extent.ranges, extent.shape, strict=True)
+            )
+            found[name] = _Inner(tuple(tensor.shape), ratios, checksum(tensor) if shared else None)
+        kind, dtype = class_name(local), dtype_name(part.value.dtype)
+        contributions[key] = InnerContribution(kind, dtype, context_of(local), extent, found)
+    return contributions
 
 
 def inner_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -182,24 +182,22 @@ def _to_json(value: Any) -> Any:
 # -- the view of all ranks together
 
 
-@dataclass(frozen=True)
-class _InnerLayout:
-    """The layout of an inner tensor that is saved as one tensor: its global shape, and a ratio for each outer dim."""
+InnerLayout = tuple[tuple[int, ...], tuple[Ratio, ...]]
+"""The layout of an inner tensor that is saved as one tensor: its global shape, and a ratio for each outer dim."""
 
-    shape: tuple[int, ...]
-    ratios: tuple[Ratio, ...]
 
-    def extent_at(self, outer: ShardExtent) -> ShardExtent:
-        """Return the extent of this inner tensor that belongs to ``outer``. Raise ``ValueError`` if there is none."""
-        ranges: list[Ranges] = [(range(size),) if size else () for size in self.shape]
-        for dim, ratio in enumerate(self.ratios):
-            if ratio is None or ratio == IRREGULAR:
-                if outer.local_shape[dim] != outer.shape[dim]:
-                    raise ValueError(f"it cannot be cut along dim {dim}")
-            elif ratio != REPLICATED:
-                own, count = ratio
-                ranges[own] = tuple(range(r.start * count, r.stop * count) for r in outer.ranges[dim])
-        return ShardExtent(self.shape, tuple(ranges))
+def _extent_at(layout: InnerLayout, outer: ShardExtent) -> ShardExtent:
+    """Return the extent of an inner tensor that belongs to ``outer``. Raise ``ValueError`` if there is none."""
+    shape, ratios = layout
+    ranges: list[Ranges] = [(range(size),) if size else () for size in shape]
+    for dim, ratio in enumerate(ratios):
+        if ratio is None or ratio == IRREGULAR:
+            if outer.local_shape[dim] != outer.shape[dim]:
+                raise ValueError(f"it cannot be cut along dim {dim}")
+        elif ratio != REPLICATED:
+            own, count = ratio
+            ranges[own] = tuple(range(r.start * count, r.stop * count) for r in outer.ranges[dim])
+    return ShardExtent(shape, tuple(ranges))
 
 
 @dataclass(frozen=True)
@@ -219,23 +217,20 @@ class Record:
     dtype: str
     local_shape: tuple[int, ...] | None
     context: Any
-    inner: Mapping[str, _InnerLayout]
+    inner: Mapping[str, InnerLayout]
 
     @property
     def is_opaque(self) -> bool:
         return not self.inner
 
     def encoded(self) -> str:
-        inner = {name: [layout.shape, layout.ratios] for name, layout in self.inner.items()}
-        return json.dumps({**vars(self), "inner": inner})
+        return json.dumps(vars(self))
 
     @staticmethod
     def decoded(text: str) -> Record:
         values = json.loads(text)
-        for name in ("shape", "local_shape"):
-            values[name] = _tuples(values[name])
-        inner = {name: _InnerLayout(*_tuples(layout)) for name, layout in values["inner"].items()}
-        return Record(**{**values, "inner": inner})
+        tuples = {name: _tuples(values[name]) for name in ("shape", "local_shape")}
+        return Record(**values | tuples | {"inner": {name: _tuples(each) for name, each in values["inner"].items()}})
 
 
 def _tuples(value: Any) -> Any:
@@ -256,7 +251,7 @@ def _agreed(key: str, contributions: Sequence[InnerContribution]) -> Record:
     if len(kinds) > 1:
         raise CheckpointError(f"{key} is of another class on each rank: {', '.join(kinds)}.")
     filled = [contribution for contribution in contributions if not contribution.extent.is_empty] or list(contributions)
-    layouts: dict[str, _InnerLayout] = {}
+    layouts: dict[str, InnerLayout] = {}
     is_state = key.startswith("optimizer.")
     for name in dict.fromkeys(name for contribution in filled for name in contribution.inner):
         layout = _layout_of(name, filled, can_be_irregular=not is_state)
@@ -276,7 +271,7 @@ def _agreed(key: str, contributions: Sequence[InnerContribution]) -> Record:
     return Record(kinds[0], first.extent.shape, first.dtype, local_shape, context, layouts)
 
 
-def _layout_of(name: str, contributions: Sequence[InnerContribution], *, can_be_irregular: bool) -> _InnerLayout | None:
+def _layout_of(name: str, contributions: Sequence[InnerContribution], *, can_be_irregular: bool) -> InnerLayout | None:
     """Return how the inner tensor ``name`` is sharded, or ``None`` if it cannot be saved as one tensor.
 
     One that no rank has to cut can be, but not on other meshes.
@@ -293,11 +288,11 @@ def _layout_of(name: str, contributions: Sequence[InnerContribution], *, can_be_
     shape = dict(enumerate(first.shape)) | dict(sizes)
     if len({dim for dim, _ in sizes}) < len(sizes):  # two dims of the outer tensor are in one dim
         return None
-    layout = _InnerLayout(tuple(shape.values()), ratios)
+    layout = tuple(shape.values()), ratios
     values: dict[tuple[Ranges, ...], int | None] = {}
     for extent, inner in own:
         try:
-            found = layout.extent_at(extent)
+            found = _extent_at(layout, extent)
         except ValueError:
             return None
         if found.local_shape != inner.shape or values.setdefault(found.ranges, inner.checksum) != inner.checksum:
@@ -321,7 +316,7 @@ def parts_of(part: LocalShard, record: Record) -> dict[str, LocalShard]:
     if part.extent.is_empty:
         return {}
     return {
-        f".{name}": LocalShard(tensor, extent=record.inner[name].extent_at(part.extent))
+        f".{name}": LocalShard(tensor, extent=_extent_at(record.inner[name], part.extent))
         for name, tensor in inner_of(part.local).items()
     }
 
@@ -355,7 +350,7 @@ def wanted_of(
     for attribute, layout in record.inner.items():
         label = f"{name}.{attribute}"
         try:
-            extent = layout.extent_at(part.extent)
+            extent = _extent_at(layout, part.extent)
         except ValueError as error:
             if not part.extent.is_empty:
                 mismatch.classes[label] = f"{error}. {_SAME_MESH}"

@@ -601,19 +601,7 @@ def state_dict_form(model: nn.Module, form: Form) -> Iterator[None]:
         form: as for :func:`state_dict` and :func:`load_state_dict`.
     """
     check_form(form)
-    inside = _methods(model, form)
-    attributes = vars(model)
-    before = {name: attributes[name] for name in inside if name in attributes}
-    attributes.update(inside)
-    try:
-        yield
-    finally:
-        for name in inside:
-            attributes.pop(name, None)
-        attributes.update(before)
 
-
-def _methods(model: nn.Module, form: Form) -> dict[str, Callable[..., Any]]:
     def show(*args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         if args or keep_vars:  # keep_vars asks for the parameters themselves, which have one form
             return type(model).state_dict(model, *args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -632,4 +620,13 @@ def _methods(model: nn.Module, form: Form) -> dict[str, Callable[..., Any]]:
             )
         return load_state_dict(model, state_dict, form, strict=strict)
 
-    return {"state_dict": show, "load_state_dict": load}
+    inside = {"state_dict": show, "load_state_dict": load}
+    attributes = vars(model)
+    before = {name: attributes[name] for name in inside if name in attributes}
+    attributes.update(inside)
+    try:
+        yield
+    finally:
+        for name in inside:
+            attributes.pop(name, None)
+        attributes.update(before)

@@ -170,11 +170,6 @@ def quantized_text(keys: Sequence[str]) -> str:
 # -- memory
 
 
-def fill_local(target: torch.Tensor, values: torch.Tensor) -> bool:
-    """Copy ``values`` to the local tensor ``target``, if one of them is opaque. Return as :func:`fill_opaque` does."""
-    return fill_opaque(LocalShard(target), [Piece((0,) * target.ndim, values)])
-
-
 @torch.no_grad()
 def fill_opaque(target: LocalShard, pieces: Iterable[Piece]) -> bool:
     """Copy ``pieces`` of the whole tensor to the shard ``target``. Return whether its class has changed values."""

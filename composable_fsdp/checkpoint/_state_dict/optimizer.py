@@ -40,7 +40,8 @@ from composable_fsdp.checkpoint._state_dict.model import (
     to_form,
 )
 from composable_fsdp.checkpoint._state_dict.opaque_state import (
-    fill_local,
+    Piece,
+    fill_opaque,
     is_opaque,
     quantized_text,
     state_of_step,
@@ -55,14 +56,19 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
     UNKNOWN,
     TreePath,
     at,
-    is_placed,
     items_of,
     kind_of,
     leaves,
     mapped,
     new_state,
 )
-from composable_fsdp.checkpoint._state_dict.tensors import checksum, differences, on_meta, parameter_names
+from composable_fsdp.checkpoint._state_dict.tensors import (
+    LocalShard,
+    checksum,
+    differences,
+    on_meta,
+    parameter_names,
+)
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
 
@@ -408,7 +414,7 @@ def _title(name: str, path: TreePath) -> str:
 
 def _kind_in(form: Form, member: OptimizerParam, path: TreePath, leaf: Any) -> str:
     kind = kind_of(leaf, member.parameter, _title(member.name, path))
-    if isinstance(form, Local) and is_placed(kind):
+    if isinstance(form, Local) and "S" in kind:
         raise CheckpointError(
             f"{_title(member.name, path)} is a DTensor in other placements than its parameter, for which the local "
             "form has no place. Use Sharded() or Full()."
@@ -595,18 +601,15 @@ class _Load:
             existing = like(parameter, self._params.made(member, path, local_part(parameter).shape))
         if existing is not None and local_part(existing).shape == shard.shape:
             if is_wrapper(own := local_part(existing)) or is_wrapper(shard):
-                if fill_local(own, shard):
+                if fill_opaque(LocalShard(own), [Piece((0,) * own.ndim, shard)]):
                     self._quantized.append(_title(member.name, path))
             else:
                 own.copy_(shard)
             return existing
-        return like(target, _copied(shard, local_part(parameter).device))
-
-
-def _copied(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if is_wrapper(shard):
-        return with_inner(shard, lambda inner: inner.to(device, copy=True))
-    return torch.empty_like(shard, device=device, memory_format=torch.contiguous_format).copy_(shard)
+        device = local_part(parameter).device
+        if is_wrapper(shard):
+            return like(target, with_inner(shard, lambda inner: inner.to(device, copy=True)))
+        return like(target, torch.empty_like(shard, device=device, memory_format=torch.contiguous_format).copy_(shard))
 
 
 def on_host(value: Any) -> Any:

@@ -150,11 +150,6 @@ def kind_of(value: Any, parameter: torch.Tensor, name: str) -> str:
     return ",".join(_text_of(placement) for placement in value.placements)
 
 
-def is_placed(kind: str) -> bool:
-    """Return whether a tensor of ``kind`` is sharded in another way than its parameter."""
-    return "S" in kind
-
-
 def _text_of(placement: Placement) -> str:
     if placement.is_replicate():
         return "R"
