@@ -44,12 +44,6 @@ class Source:
     aliases: Mapping[str, str]
 
 
-def is_folder(path: Path) -> bool:
-    """Return whether ``path`` is a folder of checkpoints, as ``save`` creates it, and no single one."""
-    is_checkpoint = any((path / name).is_file() for name in (directory.MANIFEST, directory.METADATA))
-    return path.is_dir() and not is_checkpoint and bool(directory.candidates(path))
-
-
 def open_source(path: Path) -> Source:
     """Open the checkpoint at ``path``, or the newest one in the folder ``path``.
 
@@ -115,11 +109,12 @@ class Description:
     others: dict[str, int]
     nbytes: int
     problems: tuple[str, ...] = ()
-    kind: str = "dcp"
 
 
 def describe(path: Path, *, verify: bool = False) -> Description:
-    """Return a summary of the checkpoint at ``path``. Without ``verify`` only sizes of files are compared.
+    """Return a summary of the checkpoint at ``path``, or of the newest one in the folder ``path``.
+
+    Without ``verify`` only sizes of files are compared.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -147,54 +142,6 @@ def describe(path: Path, *, verify: bool = False) -> Description:
         nbytes=sum(sizes.values()),
         problems=tuple(directory.problems_of(source.folder, contents=verify)) if manifest or verify else (),
     )
-
-
-# -- folders
-
-
-@dataclass(frozen=True)
-class FolderRow:
-    """A checkpoint in a folder. ``problem`` describes its damage. ``ranks`` and ``nbytes`` are 0 without a manifest."""
-
-    step: int
-    name: str
-    ranks: int
-    nbytes: int
-    problem: str | None
-
-
-@dataclass(frozen=True)
-class FolderDescription:
-    """All checkpoints in a folder by ascending step, and ``leftovers`` of killed saves, which the next save removes."""
-
-    path: str
-    checkpoints: tuple[FolderRow, ...]
-    newest: str
-    newest_intact: str | None
-    leftovers: tuple[str, ...]
-    kind: str = "folder"
-
-
-def describe_folder(path: Path, *, verify: bool = False) -> FolderDescription:
-    found = directory.candidates(path)
-    rows = []
-    for step, each in found.items():
-        manifest, problems = _examine(each, verify)
-        ranks, files = (0, {}) if manifest is None else (manifest.ranks, manifest.files)
-        nbytes = sum(file.bytes for file in files.values())
-        rows.append(FolderRow(step, each.name, ranks, nbytes, " ".join(problems) or None))
-    intact = [row.name for row in rows if row.problem is None]
-    names = {row.name for row in rows}
-    left = [name for name in directory.leftovers(path) if name not in names]
-    return FolderDescription(str(path), tuple(rows), rows[-1].name, intact[-1] if intact else None, tuple(left))
-
-
-def _examine(checkpoint: Path, contents: bool) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, and a sentence for each damaged file. A manifest of another format is one of them."""
-    try:
-        return directory.read_manifest(checkpoint)[0], list(directory.problems_of(checkpoint, contents=contents))
-    except CheckpointError as error:
-        return None, [str(error)]
 
 
 # -- convert

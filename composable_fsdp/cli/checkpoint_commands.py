@@ -13,7 +13,7 @@ from composable_fsdp.cli import printing
 from composable_fsdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from composable_fsdp.checkpoint._tools import Description, FolderDescription
+    from composable_fsdp.checkpoint._tools import Description
 
 _MAX_FILE_BYTES = 5 * 10**9
 
@@ -42,43 +42,26 @@ def add_commands(commands: printing.Commands) -> None:
 
 
 def _inspect(path: Path, verify: bool, as_json: bool) -> int:
-    """Show the contents of a checkpoint, or the checkpoints in a folder, and which files are missing or damaged.
+    """Show the contents of a checkpoint, or of the newest one in a folder, and which files are missing or damaged.
 
     Exit code 1 if one is. Without --verify only sizes of files are compared with the manifest.
 
     Example: composable-fsdp checkpoint inspect runs/1 --verify
     """
-    from composable_fsdp.checkpoint._tools import FolderDescription, describe, describe_folder, is_folder
+    from composable_fsdp.checkpoint._tools import describe
 
-    found = describe_folder(path, verify=verify) if is_folder(path) else describe(path, verify=verify)
+    found = describe(path, verify=verify)
     if as_json:
         printing.show_json(asdict(found))
-    elif isinstance(found, FolderDescription):
-        _show_folder(found)
     else:
         _show(found)
-    problems = [each.problem for each in found.checkpoints] if isinstance(found, FolderDescription) else found.problems
-    if verify and not any(problems) and not as_json:
+    if verify and not found.problems and not as_json:
         printing.show("all files have the checksums of the manifest")
-    return int(any(problems))
-
-
-def _show_folder(found: FolderDescription) -> None:
-    rows = []
-    for each in found.checkpoints:
-        marks = ["newest"] if each.name == found.newest else []
-        marks += ["newest intact"] if each.name == found.newest_intact != found.newest else []
-        note = "; ".join([*marks, each.problem] if each.problem else marks)
-        numbers = (str(each.ranks), printing.size_text(each.nbytes)) if each.ranks else ("", "")
-        rows.append((str(each.step), each.name, *numbers, note))
-    printing.show(found.path)
-    printing.show(printing.text_table(("step", "name", "ranks", "size", ""), rows, ()))
-    if found.leftovers:
-        printing.show(f"left by killed saves, the next one removes it: {', '.join(found.leftovers)}")
+    return int(bool(found.problems))
 
 
 def _show(found: Description) -> None:
-    printing.show(f"{found.path} ({found.kind})")
+    printing.show(found.path)
     rows = []
     for tensor in found.tensors:
         size = f"as {tensor.same_as}" if tensor.same_as else printing.size_text(tensor.nbytes)

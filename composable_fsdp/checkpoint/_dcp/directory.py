@@ -98,11 +98,6 @@ def candidates(path: str | os.PathLike[str]) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def leftovers(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names that killed saves left in the folder ``path``."""
-    return [name for name, (_, suffix) in _entries(path).items() if suffix]
-
-
 def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
     """Return ``path`` if it is a checkpoint, else all checkpoints in the folder, the newest first, damaged ones too.
 
@@ -121,7 +116,8 @@ def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
         return [given]
     found = list(candidates(given).values())[::-1] if given.is_dir() else []
     if not found:
-        unfinished = [name for name in leftovers(given) if name.endswith(_PARTIAL)] if given.is_dir() else []
+        names = _entries(given).items() if given.is_dir() else ()
+        unfinished = [name for name, (_, suffix) in names if suffix == _PARTIAL]
         hint = f" Never finished: {', '.join(unfinished)}." if unfinished else ""
         what = "no complete checkpoint is in it" if given.exists() else "it does not exist"
         raise CheckpointError(f"{given} is not a checkpoint, and {what}.{hint}")
