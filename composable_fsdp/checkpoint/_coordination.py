@@ -26,7 +26,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.rendezvous import StoreRendezvous, world_store
@@ -359,15 +358,12 @@ _TITLES = {
 }
 
 
-def check_arguments(
-    signature: str, path: object, model: object, optimizer: object = None, averages: object = None
-) -> None:
+def check_arguments(signature: str, path: object, model: object, optimizer: object = None) -> None:
     """Raise ``ArgumentTypeError``, which shows ``signature``, if a type is wrong, as when two arguments are swapped."""
     for name, value, fits, wanted in (
         ("path", path, isinstance(path, (str, os.PathLike)), "a str or a path"),
         ("model", model, isinstance(model, nn.Module), "an nn.Module"),
         ("optimizer", optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer"),
-        ("averages", averages, averages is None or isinstance(averages, AveragedModel), "an AveragedModel of torch"),
     ):
         if not fits:
             raise ArgumentTypeError(f"{name} must be {wanted}, not {type(value).__name__}. Call {signature}.")

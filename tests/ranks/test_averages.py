@@ -1,4 +1,4 @@
-"""torch's ``AveragedModel`` of a sharded model averages as that of the unsharded model, and is part of checkpoints."""
+"""torch's ``AveragedModel`` of a sharded model averages as that of the unsharded model, and is saved as a model."""
 
 from __future__ import annotations
 
@@ -141,10 +141,10 @@ def test_averages_of_buffers_and_of_narrow_parameters(tmp_path: Path) -> None:
     before = full_value(wide.module.get_parameter("linear.bias"))
     wide.update_parameters(low)
     torch.testing.assert_close(full_value(wide.module.get_parameter("linear.bias")), before * 0.999 + 0.001)
-    save(tmp_path, low, averages=wide)
+    save(folder, wide)
     fresh = AveragedModel(low)
     fresh.module.float()
-    load(tmp_path, low, averages=fresh)
+    load(folder, fresh)
     assert int(fresh.n_averaged) == 2
     for name, value in state_dict(fresh.module, Full()).items():
         assert_exact(value, state_dict(wide.module, Full())[name], name)
@@ -166,32 +166,27 @@ def save_averages(folder: str) -> dict[str, torch.Tensor]:
         PAIRS.loss(model, PAIRS.batch_of(step, 0)).backward()
         optimizer.step()
         averaged.update_parameters(model)
-    save(folder, model, optimizer, averages=averaged)
-    save(f"{folder}/without", model)
+    save(folder, averaged)
     return state_dict(averaged.module, Full())
 
 
 def load_averages(folder: str, expected: dict[str, torch.Tensor]) -> None:
     model = pairs(dist.get_world_size())
     averaged = averages_of(model)
-    load(folder, model, adamw(model.parameters()), averages=averaged)
+    load(folder, averaged)
     assert int(averaged.n_averaged) == 2
     for name, value in state_dict(averaged.module, Full()).items():
         assert_exact(value, expected[name], name)
     own = values_of(model)
     assert any(not torch.equal(value, own[name]) for name, value in expected.items() if name in own)
-    load(folder, model, adamw(model.parameters()))  # without the averages
-
     wider = averages_of(model)
     wider.module.double()
-    with pytest.raises(CheckpointError, match=r"average of head\.bias: float32, expected float64"):
-        load(folder, model, averages=wider)
-    with pytest.raises(CheckpointError, match=r"the checkpoint has no averages\."):
-        load(f"{folder}/without", model, averages=averaged)
+    with pytest.raises(CheckpointError, match=r"module\.head\.bias: float32, expected float64"):
+        load(folder, wider)
 
 
 @pytest.mark.behaviour("A-18", "F-07")
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2), (2, 1)])
-def test_averages_are_in_the_checkpoint_for_any_number_of_ranks(tmp_path: Path, saved: int, loaded: int) -> None:
+def test_averages_are_a_checkpoint_for_any_number_of_ranks(tmp_path: Path, saved: int, loaded: int) -> None:
     expected, *_ = run_ranks(save_averages, saved, str(tmp_path))
     run_ranks(load_averages, loaded, str(tmp_path), expected)

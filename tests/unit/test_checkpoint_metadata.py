@@ -219,7 +219,7 @@ def test_two_values_in_one_place_are_refused(folder: Path, places: dict[str, Any
     [
         {"model.a": [(0, 40), (40, 40)], "model.b": [(40, 40), (0, 40)]},
         {"model.a": [(0, 40), (0, 40)]},
-        {"averages.values.a": [(0, 40), (40, 40)], "averages.values.b": [(0, 40), (80, 40)]},
+        {"model.values.a": [(0, 40), (40, 40)], "model.values.b": [(0, 40), (80, 40)]},
     ],
     ids=str,
 )

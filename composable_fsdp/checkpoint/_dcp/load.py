@@ -22,7 +22,6 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from composable_fsdp._core.params import local_part
 from composable_fsdp._extents import like, plain_name
@@ -55,7 +54,14 @@ from composable_fsdp.checkpoint._dcp.save import (
     set_random_state,
 )
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
-from composable_fsdp.checkpoint._state_dict.opaque_state import OpaqueShard, is_pickled, quantized_text
+from composable_fsdp.checkpoint._state_dict.opaque_state import (
+    OpaqueChunks,
+    chunks_of,
+    fill_opaque,
+    is_pickled,
+    quantized_text,
+    read_chunks,
+)
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams
 from composable_fsdp.checkpoint._state_dict.state_tree import (
     OBJECT,
@@ -79,7 +85,6 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    averages: AveragedModel | None = None,
     strict: bool = True,
     verify: bool = True,
     fallback: bool = False,
@@ -104,7 +109,6 @@ def load(
             cannot be verified, which is logged.
         model: sharded or not.
         optimizer: over parameters of ``model``. Its groups may be in another order than when they were saved.
-        averages: torch's ``AveragedModel`` of ``model``, to load. Default: those of the checkpoint are ignored.
         strict: raise on any difference between the checkpoint and the state to load, including optimizer settings that
             have defaults and are missing in the checkpoint. Otherwise what both have is loaded, converted to the
             model's dtypes, and the differences are logged; a different shape or tensor class is always an error.
@@ -126,7 +130,7 @@ def load(
     """
 
     def check() -> tuple[Sequence[object], Mapping[str, object]]:
-        check_arguments("load(path, model, optimizer)", path, model, optimizer, averages)
+        check_arguments("load(path, model, optimizer)", path, model, optimizer)
         switches = {"strict": strict, "verify": verify, "fallback": fallback}
         return [os.fspath(path)], {name: bool(value) for name, value in switches.items()}
 
@@ -135,14 +139,13 @@ def load(
     folder, manifest = _choose(ranks, what, Path(path), verify, fallback)
     same_ranks = manifest is not None and manifest.ranks == ranks.size
     own = f"ranks.{ranks.rank if same_ranks else 0}."
-    restore = _Restore(folder, model, optimizer, averages)
+    restore = _Restore(folder, model, optimizer)
     failure: Exception | None = None
 
     def match() -> _Fit:
         metadata = with_plain_names(read_metadata(folder, manifest))
-        kinds = ["model.", "classes.", "communication.", own]
-        kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
-        keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
+        kinds = ("model.", "classes.", "communication.", own, *(() if optimizer is None else ("optimizer.",)))
+        keys = [key for key in metadata.state_dict_metadata if key.startswith(kinds)]
         return restore.match(metadata, read_objects(folder, metadata, keys))
 
     def read_all() -> tuple[bool, str, list[str]]:
@@ -268,7 +271,7 @@ _SETTINGS = "optimizer.param_groups."
 
 @dataclass
 class _Restore:
-    """The state that ``model``, ``optimizer`` and ``averages`` load from a checkpoint. Only :meth:`run` changes them.
+    """The state that ``model`` and ``optimizer`` load from a checkpoint. Only :meth:`run` changes them.
 
     Attributes:
         objects: the values in the checkpoint that are no tensors, by key.
@@ -281,13 +284,12 @@ class _Restore:
     _folder: Path
     _model: nn.Module
     _optimizer: Optimizer | None
-    _averages: AveragedModel | None
     objects: Mapping[str, Any] = field(default_factory=dict)
     has_changed: bool = False
     quantized: list[str] = field(default_factory=list)
     _mismatch: Mismatch = field(default_factory=Mismatch)
     _parts: dict[str, LocalShard] = field(default_factory=dict)
-    _opaque: dict[str, OpaqueShard] = field(default_factory=dict)
+    _opaque: dict[str, tuple[LocalShard, OpaqueChunks]] = field(default_factory=dict)
     _state: dict[str, Any] = field(default_factory=dict)
     _by_module: dict[str, Any] = field(default_factory=dict)
     _params: OptimizerParams | None = None
@@ -299,12 +301,7 @@ class _Restore:
         records = {key.removeprefix("classes."): value for key, value in objects.items() if key.startswith("classes.")}
         self._records = {key: Record.decoded(value) for key, value in records.items()}
         prepare_for_access(self._model)
-        averages = self._averages
-        if averages is not None and "averages.steps" not in objects:
-            self._mismatch.others.append("the checkpoint has no averages.")
-            averages = None
-        prefixes = "model." if averages is None else ("model.", "averages.")
-        self._match_contents(contents_of(self._model, averages), prefixes)
+        self._match_contents(contents_of(self._model))
         if self._optimizer is not None:
             self._match_optimizer(self._optimizer)
         self._communication = communication_of(self._model)
@@ -327,8 +324,8 @@ class _Restore:
                 plain = {key: memory.enter_context(part.plain(write=True)) for key, part in self._parts.items()}
                 blocks = {key: LocalShard(plain[key], extent=part.extent) for key, part in self._parts.items()}
                 read(self._folder, self._metadata, blocks, changed)
-            for key, shard in self._opaque.items():
-                if shard.load(self._folder, self._metadata, key):
+            for key, (part, chunks) in self._opaque.items():
+                if fill_opaque(part, read_chunks(self._folder, self._metadata, key, chunks)):
                     self.quantized.append(key)
                 changed()
             self.has_changed = True
@@ -337,24 +334,22 @@ class _Restore:
                 self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
         if self._params is not None:
             self._params.load(self._groups, self._state, self._has_dtype_of_parameter)
-        if self._averages is not None and (steps := self.objects.get("averages.steps")) is not None:
-            self._averages.n_averaged.fill_(steps)
         if communication and self._communication:
             CommunicationState(self._model).load_state_dict(self._communication)
 
-    def _match_contents(self, contents: Contents, prefixes: str | tuple[str, ...]) -> None:
+    def _match_contents(self, contents: Contents) -> None:
         registered = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
         names: dict[ContentsPath, list[ContentsPath]] = {path: [path] for path in contents.parts}
         for alias, path in contents.aliases.items():
             names[path].append(alias)
         for path, part in contents.parts.items():
             key = next((k for k in map(key_of, names[path]) if k in self._saved or k in self._records), key_of(path))
-            is_made = path[0] == "model" and id(part.value) not in registered  # created by a state dict hook
+            is_made = id(part.value) not in registered  # created by a state dict hook
             if is_made:
                 part = LocalShard(part.value.detach().clone())
-            if self._match_tensor(key, _label(key), part) and is_made:
-                self._by_module[_label(key)] = part.value
-        for path in (path for path in contents.objects if path[0] == "model"):
+            if self._match_tensor(key, key.removeprefix("model."), part) and is_made:
+                self._by_module[key.removeprefix("model.")] = part.value
+        for path in contents.objects:
             if key_of(path) in self.objects:
                 self._by_module[path[1]] = self.objects[key_of(path)]
             else:
@@ -362,8 +357,8 @@ class _Restore:
         known = {key_of(path) for path in (*contents.parts, *contents.aliases, *contents.objects)}
         outer = {f"{key}.{name}": key for key, record in self._records.items() for name in record.inner}
         for key, saved in self._saved.items():
-            if key.startswith(prefixes) and outer.get(key, key) not in known:
-                self._mismatch.unexpected[_label(key)] = _describe(saved)
+            if key.startswith("model.") and outer.get(key, key) not in known:
+                self._mismatch.unexpected[key.removeprefix("model.")] = _describe(saved)
 
     def _match_tensor(self, key: str, name: str, part: LocalShard) -> bool:
         """Plan to load ``key`` into ``part``. Return False, and note it, if ``key`` is missing or has another shape."""
@@ -463,7 +458,7 @@ class _Restore:
             if existing is None or existing.shape != saved.size:
                 existing = like(parameter, params.made(member, path, local_part(parameter).shape))
             part = LocalShard(existing, member.sharding)
-            self._opaque[key] = OpaqueShard(part, saved, partial(params.made, member, path))
+            self._opaque[key] = part, chunks_of(part, saved, partial(params.made, member, path))
         except CheckpointError as error:
             self._mismatch.classes[name] = f"saved as a tensor of a class of its optimizer, but {error}"
             return None
@@ -526,11 +521,6 @@ def _paths(metadata: Metadata) -> Iterable[tuple[str, ContentsPath]]:
             name, setting = ".".join(parts[: ends[-1]]), ".".join(parts[ends[-1] :])
             paths[key] = ("optimizer", section, name, setting, *paths[key][2:])
     return paths.items()
-
-
-def _label(key: str) -> str:
-    name = key.removeprefix("averages.values.")
-    return key.removeprefix("model.") if name == key else f"average of {name}"
 
 
 def _fits(saved: object, wanted: torch.Tensor) -> TypeGuard[TensorStorageMetadata]:

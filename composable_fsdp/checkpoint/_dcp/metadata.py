@@ -322,10 +322,6 @@ def _place(value: object) -> _StorageInfo:
     return _StorageInfo(_text(fields["relative_path"]), _number(fields["offset"]), _number(fields["length"]))
 
 
-_SHARE_PLACES = ("model.", "averages.")
-"""Beginnings of keys of tensors that may be in the place of another: ``save`` writes tied weights once."""
-
-
 def _check_places(metadata: Metadata, folder: Path, sizes: dict[str, int]) -> None:
     """Raise if a value has no place, or one outside the files of ``folder``, whose ``sizes`` are known by name.
 
@@ -341,7 +337,7 @@ def _check_places(metadata: Metadata, folder: Path, sizes: dict[str, int]) -> No
     shared = set[tuple[_Extent, ...]]()
     for key, saved in metadata.state_dict_metadata.items():
         own = tuple(_extents(key, saved, metadata))
-        if key.startswith(_SHARE_PLACES) and isinstance(saved, TensorStorageMetadata):
+        if key.startswith("model.") and isinstance(saved, TensorStorageMetadata):  # save writes tied weights once
             if own in shared:
                 continue
             shared.add(own)

@@ -8,8 +8,7 @@
                                           param groups, with parameter names in ``params``
 ``optimizer.param_groups.<i>.<setting>``  the same settings as torch reads them: without types of keys and empty dicts;
                                           with a parameter's name in place of ``<i>`` for torch's flattened state dicts
-``averages.values.<name>``                averages of parameters; ``averages.steps`` is the number of updates
-``communication.<name>.residual``         state of codecs with error feedback
+``communication.<name>.residual``         state of codecs with error feedback; ``.rounds`` beside it
 ``ranks.<rank>.extra``, ``….random``      the ``extra`` of each rank; its random number generators
 ``classes.<key>``                         ``Record`` (``inner_tensors.py``) of a tensor subclass that is saved as inner
                                           tensors under ``<key>.<inner>``, or is opaque (``opaque_state.py``)
@@ -53,7 +52,6 @@ from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.serialization import config as serialization_config
 
 from composable_fsdp._core.memory import current_accelerator, is_accelerator
@@ -94,7 +92,6 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
     leaves,
 )
 from composable_fsdp.checkpoint._state_dict.tensors import (
-    Entry,
     LocalShard,
     check_parts,
     checksum,
@@ -276,22 +273,14 @@ class Contents:
                 self.aliases |= {(*alias[:-1], f"{alias[-1]}{suffix}"): own for alias in aliases}
 
 
-def contents_of(model: nn.Module, averages: AveragedModel | None) -> Contents:
-    """Return the tensors and extra states of ``model``, which is prepared, and of ``averages``. Nothing is copied."""
+def contents_of(model: nn.Module) -> Contents:
+    """Return the tensors and extra states of ``model``, which is prepared. Nothing is copied."""
     contents = Contents()
-
-    def add(tensors: Iterable[Sequence[Entry]], *path: str) -> None:
-        for first, *shared in tensors:
-            contents.parts[(*path, first.name)] = LocalShard(first.value, first.sharding)
-            contents.aliases |= {(*path, entry.name): (*path, first.name) for entry in shared}
-
     tensors, others = tensors_of(model)
-    add(tensors, "model")
+    for first, *shared in tensors:
+        contents.parts["model", first.name] = LocalShard(first.value, first.sharding)
+        contents.aliases |= {("model", entry.name): ("model", first.name) for entry in shared}
     contents.objects = {("model", entry.name): entry.value for entry in others}
-    if averages is not None:
-        prepare_for_access(averages.module)
-        add(tensors_of(averages.module)[0], "averages", "values")
-        contents.objects["averages", "steps"] = int(averages.n_averaged)
     return contents
 
 
@@ -404,8 +393,8 @@ def serialized(key: str, value: object, above: frozenset[int] = frozenset()) -> 
 
 
 _DTENSORS = (
-    "it has DTensors, of which each rank would save its own shard. Pass averages and an optimizer to save, which "
-    "shards them again; save a second optimizer with its model to a folder of its own, and full_tensor() of others"
+    "it has DTensors, of which each rank would save its own shard. Save averages as a model, and a second "
+    "optimizer with its model, to a folder of its own, which shards them again; and full_tensor() of others"
 )
 
 
@@ -551,7 +540,6 @@ def save(
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
     *,
-    averages: AveragedModel | None = None,
     step: int | None = None,
     keep_last: int | None = None,
     asynchronous: bool = False,
@@ -569,11 +557,10 @@ def save(
 
     Args:
         path: a folder of checkpoints that all ranks can access. Only one job at a time may write to it.
-        model: sharded or not.
+        model: sharded or not, also torch's ``AveragedModel`` of a sharded one, in a folder of its own.
         optimizer: over parameters of ``model``.
         extra: further state of this rank, such as the position in the data or the state of a scheduler: numbers,
             strings, lists, dicts, plain tensors, and what ``torch.serialization.add_safe_globals`` has admitted.
-        averages: averages of ``model``, by torch's ``AveragedModel`` of the sharded model.
         step: step of the checkpoint. Default: ``extra["step"]`` if that is an int, else one more than the newest step.
         keep_last: number of checkpoints to keep. Once this one is complete, all but the highest steps are deleted; this
             one is always kept.
@@ -595,7 +582,7 @@ def save(
 
     def check() -> Arguments:
         nonlocal step, own, folder
-        check_arguments(signature, path, model, optimizer, averages)
+        check_arguments(signature, path, model, optimizer)
         if not isinstance(own, Mapping):
             raise ArgumentTypeError(f"extra must be a dict, not {type(own).__name__}. Call {signature}.")
         if keep_last is not None and keep_last < 1:
@@ -609,7 +596,7 @@ def save(
         }
 
     saver = _Save(meet(save, check, timeout), folder, step, keep_last)
-    saver.plan(model, optimizer, averages, own)
+    saver.plan(model, optimizer, own)
     pending = PendingSave(saver.final, saver.step)
     if asynchronous:
         saver.stage()
@@ -639,9 +626,7 @@ class _Save:
         self._metadata: Metadata | None = None
         self._partial_checkpoint: PartialCheckpoint | None = None
 
-    def plan(
-        self, model: nn.Module, optimizer: Optimizer | None, averages: AveragedModel | None, extra: Mapping[str, Any]
-    ) -> None:
+    def plan(self, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> None:
         """Plan which rank writes what, and create the directory."""
         what = f"saving to {self._path}"
         contents = Contents()
@@ -649,7 +634,7 @@ class _Save:
         def contribution() -> Contribution:
             nonlocal contents
             prepare_for_access(model)
-            contents = contents_of(model, averages)
+            contents = contents_of(model)
             if optimizer is not None:
                 contents.add_optimizer(model, optimizer)
                 for index, group in enumerate(optimizer.param_groups):  # ranks exchange them before they are planned

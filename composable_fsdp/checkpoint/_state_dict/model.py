@@ -1,4 +1,4 @@
-"""State dicts of a model: their forms, and the load of a state dict that models, optimizers and averages share.
+"""State dicts of a model: their forms, and the load of a state dict that models and optimizers share.
 
 torch's ``torch.distributed.checkpoint.state_dict`` does not serve: placements cannot describe every uneven shard of a
 tensor-parallel one; a rank that finds an error there does not tell the others, which load; and it copies what fits

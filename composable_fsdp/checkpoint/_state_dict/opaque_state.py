@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -123,24 +123,22 @@ def is_pickled(metadata: Metadata, key: str) -> bool:
     return any(p.length < prod(c.sizes) * itemsize and not p.transform_descriptors for c, p in places)
 
 
-class OpaqueShard:
-    """The shard ``part`` of optimizer state that was saved as pickles.
+OpaqueChunks = list[tuple[ChunkStorageMetadata, set[type]]]
+"""The chunks of optimizer state that was saved as pickles, and the classes that each may have."""
+
+
+def chunks_of(part: LocalShard, saved: TensorStorageMetadata, made: Callable[[torch.Size], Any]) -> OpaqueChunks:
+    """Return the chunks of which the shard ``part`` has elements.
 
     ``made`` returns the tensor that the optimizer makes for a shape: a chunk may have its class if ``part`` is plain.
     """
+    own = classes_of(part.local)
+    return [(c, own or classes_of(made(c.sizes))) for c in saved.chunks if _overlap(part.extent, c)]
 
-    def __init__(self, part: LocalShard, saved: TensorStorageMetadata, made: Callable[[torch.Size], Any]) -> None:
-        own = classes_of(part.local)
-        self._part = part
-        self._chunks = [(c, own or classes_of(made(c.sizes))) for c in saved.chunks if _overlap(part.extent, c)]
 
-    def load(self, folder: Path, metadata: Metadata, key: str) -> bool:
-        """Read it from a checkpoint. Return whether its class has changed values."""
-        return fill_opaque(self._part, (self._read(folder, metadata, key, *each) for each in self._chunks))
-
-    def _read(
-        self, folder: Path, metadata: Metadata, key: str, chunk: ChunkStorageMetadata, classes: set[type]
-    ) -> Piece:
+def read_chunks(folder: Path, metadata: Metadata, key: str, chunks: OpaqueChunks) -> Iterator[Piece]:
+    """Read ``chunks`` of ``key`` from a checkpoint."""
+    for chunk, classes in chunks:
         place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
         try:
             with io.BufferedReader(open_regular(folder, place.relative_path)) as file:
@@ -151,7 +149,7 @@ class OpaqueShard:
         except Exception as error:  # damaged bytes may raise anything
             names = ", ".join(sorted(each.__name__ for each in classes)) or "plain tensor"
             raise CheckpointError(f"{key} cannot be read as a {names} of this optimizer: {said(error)}") from error
-        return Piece(chunk.offsets, found)
+        yield Piece(chunk.offsets, found)
 
 
 def _overlap(extent: ShardExtent, chunk: ChunkStorageMetadata) -> bool:
