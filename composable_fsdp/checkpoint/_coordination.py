@@ -1,10 +1,8 @@
 """Coordination of all ranks during a save or load: rendezvous, exchange of Python objects, and common errors.
 
 Ranks first rendezvous through the default store, before any collective, so a missing rank is reported by name and no
-rank hangs. After some seconds of waiting, one of the waiting ranks collects rank reports (``missing_ranks.py``): it
-warns about late ranks, and a rank that cannot come any more is an error. After the rendezvous, ranks exchange
-point-to-point messages with rank 0 over a separate gloo process group. These messages do not mix with the collectives
-of training, which may continue meanwhile, and the group outlives ``destroy_process_group``.
+rank hangs (``_consistency/shutdown.py``). Then they exchange point-to-point messages with rank 0 over a gloo process
+group of their own, which do not mix with the collectives of training; it outlives ``destroy_process_group``.
 
 The second half is the error texts of wrong arguments, and of what all ranks found in a checkpoint or state dict.
 """

@@ -5,17 +5,14 @@ twice, and its consolidation leaves scalars at zero and raises for integer tenso
 files are written and read here, block by block. ``test_checkpoint_of_torch.py`` shows it.
 
 Headers are built from shapes and dtypes alone, rank 0 reserves the files, and every rank writes its shards at their
-offsets. Ranks exchange no tensors, write concurrently, and need memory for one block. All ranks must share a file
-system, which is checked before anything is written.
+offsets. Ranks exchange no tensors, write concurrently, and need memory for one block.
 
 A file is the length of its header in 8 bytes, the header in JSON, and the values of its tensors, one after the other
 (https://huggingface.co/docs/safetensors, Format). If there are several files, an index in JSON maps tensors to files.
 
-The new checkpoint replaces the old one atomically: at every moment the directory has the complete old or new one.
-Readers take ``model.safetensors``, or else the files that the index names. New files therefore get names that the old
-ones do not have. One operation switches from the old checkpoint to the new: the rename of the file or index that
-readers open, or the removal of ``model.safetensors`` if an index replaces it. Old files are deleted after it. Until all
-files are complete and on disk, they are in a hidden directory that readers ignore.
+The new checkpoint replaces the old one atomically. Until all new files are complete and on disk, they are in a hidden
+directory. They get names that the old ones do not have, so that one operation switches to them: the rename of the file
+or index that readers open, or the removal of ``model.safetensors`` if an index replaces it. Then old files are deleted.
 """
 
 from __future__ import annotations

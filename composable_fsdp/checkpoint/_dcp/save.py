@@ -16,14 +16,9 @@
 
 Names are those of the model without wrappers such as ``torch.compile``.
 
-The planner and the writer are those of ``torch.distributed.checkpoint`` (DCP), with these differences:
-
-- the blocks of a value are those of its ``LocalShard``: placements cannot describe every shard that ``fully_shard``
-  makes of a tensor-parallel shard;
-- objects are bytes, serialized when the save is planned. DCP serializes them when they are written, after training has
-  gone on;
-- tensors are copied to host memory after the plans are merged, so that each rank copies only what it writes;
-- checksums of files are computed while they are written.
+The planner and the writer are those of ``torch.distributed.checkpoint`` (DCP), but blocks are those of ``LocalShard``,
+since placements cannot describe every shard of a tensor-parallel shard; objects are serialized when the save is
+planned, before training goes on; each rank copies to host memory only what it writes; and files get checksums.
 """
 
 from __future__ import annotations

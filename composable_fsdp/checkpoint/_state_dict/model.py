@@ -523,9 +523,8 @@ def load_state_dict(
 
     All ranks must call it together. They agree on errors first, so after an error nothing has been loaded. Values are
     cast to the model's dtypes. Sharded values may be on another mesh, in other placements or on another device. For
-    tied weights the first name that is present counts. The model's own ``load_state_dict`` runs last, with values that
-    are in place already, so that hooks and ``set_extra_state`` are called. Prefixes that wrappers add to names are
-    ignored.
+    tied weights the first name that is present counts. Prefixes of wrappers are ignored. The model's own
+    ``load_state_dict`` runs last, with values that are in place, so that hooks and ``set_extra_state`` are called.
 
     Args:
         model: a module, sharded or not.
