@@ -20,6 +20,7 @@ import socket
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,13 +138,12 @@ class PartialCheckpoint:
         self.step = step
         self.final = path / _name_of(step)
         self.partial = path / _name_of(step, _PARTIAL)
-        self._lock: int | None = _acquire_lock(path)
-        try:
+        self._has_ended = False
+        with ExitStack() as held:
+            held.callback(os.close, _acquire_lock(path))
             _clean_up(path)
-            self._directory = Directory.make(self.partial)
-        except BaseException:
-            self._unlock()
-            raise
+            self._directory = held.enter_context(closing(Directory.make(self.partial)))
+            self._held = held.pop_all()
 
     def commit(self, keep_last: int | None = None) -> None:
         """Move the written files, already synced, to ``final``. Then delete all but the ``keep_last`` highest steps."""
@@ -164,22 +164,15 @@ class PartialCheckpoint:
                 _remove(each)
         except (OSError, CheckpointError) as error:  # the new checkpoint is complete anyway
             logger.warning("%s: old checkpoints could not be deleted: %s", self._path, error)
-        self._release()
+        self._has_ended = True
+        self._held.close()
 
     def abandon(self) -> None:
-        """Delete the files written so far, unless they are committed."""
-        if self._lock is not None:
+        """Delete the files written so far, unless they are committed or abandoned."""
+        if not self._has_ended:
             delete(self.partial)
-            self._release()
-
-    def _release(self) -> None:
-        self._directory.close()
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-        self._lock = None
+            self._has_ended = True
+            self._held.close()
 
 
 def _clean_up(path: Path) -> None:
@@ -271,28 +264,25 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
         document = json.loads(read_text(folder, MANIFEST))
         body = dict(document["manifest"])
         version = body["format"]
-    except FileNotFoundError:
-        return None, f"{path} is missing."
-    except OSError as error:
-        return None, f"{path} cannot be read: {error}."
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        return None, f"{path} is damaged: {error}."
-    if isinstance(version, int) and version != FORMAT:
-        raise CheckpointError(
-            f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one reads "
-            f"version {FORMAT}. {_REMEDIES[version > FORMAT]}"
-        )
-    if document.get("crc32") != _checksum(body):
-        return None, f"{path} is damaged: its checksum does not fit."
-    del body["format"]
-    try:
+        if isinstance(version, int) and version != FORMAT:
+            raise CheckpointError(
+                f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one "
+                f"reads version {FORMAT}. {_REMEDIES[version > FORMAT]}"
+            )
+        if document.get("crc32") != _checksum(body):
+            raise ValueError("its checksum does not fit")
+        del body["format"]
         body["files"] = files = {name: FileRecord(**record) for name, record in body["files"].items()}
         manifest = Manifest(**body)
         numbers = (manifest.step, manifest.ranks, *(record.bytes for record in files.values()))
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise TypeError("a step, a number of ranks or of bytes is no number")
         return manifest, ""
-    except (LookupError, TypeError, AttributeError) as error:
+    except FileNotFoundError:
+        return None, f"{path} is missing."
+    except OSError as error:
+        return None, f"{path} cannot be read: {error}."
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return None, f"{path} is damaged: {error}."
 
 
