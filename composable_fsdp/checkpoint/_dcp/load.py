@@ -53,15 +53,8 @@ from composable_fsdp.checkpoint._dcp.save import (
     key_of,
     set_random_state,
 )
+from composable_fsdp.checkpoint._state_dict import opaque_state
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
-from composable_fsdp.checkpoint._state_dict.opaque_state import (
-    OpaqueChunks,
-    chunks_of,
-    fill_opaque,
-    is_pickled,
-    quantized_text,
-    read_chunks,
-)
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams
 from composable_fsdp.checkpoint._state_dict.state_tree import (
     OBJECT,
@@ -175,7 +168,7 @@ def load(
     except CheckpointError as error:
         raise error from failure
     if quantized and ranks.rank == 0:
-        logger.warning("%s: %s", what, quantized_text(quantized))
+        logger.warning("%s: %s", what, opaque_state.quantized_text(quantized))
     return cast(dict[str, Any], restore.objects.get(f"{own}extra") or {})
 
 
@@ -289,7 +282,7 @@ class _Restore:
     quantized: list[str] = field(default_factory=list)
     _mismatch: Mismatch = field(default_factory=Mismatch)
     _parts: dict[str, LocalShard] = field(default_factory=dict)
-    _opaque: dict[str, tuple[LocalShard, OpaqueChunks]] = field(default_factory=dict)
+    _opaque: dict[str, tuple[LocalShard, opaque_state.OpaqueChunks]] = field(default_factory=dict)
     _state: dict[str, Any] = field(default_factory=dict)
     _by_module: dict[str, Any] = field(default_factory=dict)
     _params: OptimizerParams | None = None
@@ -325,7 +318,7 @@ class _Restore:
                 blocks = {key: LocalShard(plain[key], extent=part.extent) for key, part in self._parts.items()}
                 read(self._folder, self._metadata, blocks, changed)
             for key, (part, chunks) in self._opaque.items():
-                if fill_opaque(part, read_chunks(self._folder, self._metadata, key, chunks)):
+                if opaque_state.fill_opaque(part, opaque_state.read_chunks(self._folder, self._metadata, key, chunks)):
                     self.quantized.append(key)
                 changed()
             self.has_changed = True
@@ -422,9 +415,9 @@ class _Restore:
         full_key = key_of(("optimizer", "state", member.name, *path))
         name = f"optimizer state {key_of(path)} of {member.name}"
         saved, record, existing = self._saved.get(full_key), self._records.get(full_key), params.existing(member, path)
-        if isinstance(saved, TensorStorageMetadata) and (record is not None or is_pickled(self._metadata, full_key)):
-            return self._match_opaque(params, member, path, full_key, name)
         if isinstance(saved, TensorStorageMetadata):
+            if record is not None or opaque_state.is_pickled(self._metadata, full_key):
+                return self._match_opaque(params, member, path, full_key, name)
             if existing is None or existing.shape != saved.size:
                 key, shape = path[-1] if path else None, tuple(saved.size)
                 existing = new_state(kind, key, shape, saved.properties.dtype, member.parameter)
@@ -458,7 +451,7 @@ class _Restore:
             if existing is None or existing.shape != saved.size:
                 existing = like(parameter, params.made(member, path, local_part(parameter).shape))
             part = LocalShard(existing, member.sharding)
-            self._opaque[key] = part, chunks_of(part, saved, partial(params.made, member, path))
+            self._opaque[key] = part, opaque_state.chunks_of(part, saved, partial(params.made, member, path))
         except CheckpointError as error:
             self._mismatch.classes[name] = f"saved as a tensor of a class of its optimizer, but {error}"
             return None
