@@ -24,7 +24,7 @@ from composable_fsdp.checkpoint import (
     state_dict,
 )
 from composable_fsdp.errors import CheckpointError
-from tests._internals import describe_checkpoint
+from tests._internals import Record, describe_checkpoint
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.tensor_classes import CLASSES, Closed, Coded, inner_of, model_of
@@ -194,6 +194,20 @@ def test_another_class_is_refused(tmp_path: Path) -> None:
     wide["coded"].weight = nn.Parameter(Coded.made(torch.zeros(8, 3), has_blocks=False), requires_grad=False)
     wide["coded"].bias = coded.bias
     mismatch(tmp_path, wide, ["of another shape (1):", "coded.weight: (6, 3), expected (8, 3)"])
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_record_with_other_shapes_than_its_tensors_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the elements that the tensors lack would silently stay as they are."""
+    small: Any = nn.ModuleDict({"coded": nn.Linear(3, 6)})
+    small["coded"].weight = nn.Parameter(Coded.made(torch.zeros(4, 3), has_blocks=False), requires_grad=False)
+    encoded = Record.encoded
+    monkeypatch.setattr(Record, "encoded", lambda record: encoded(record).replace("[4", "[6"))
+    save(tmp_path, small)
+    with pytest.raises(CheckpointError, match=r"coded\.weight\.\w+: the checkpoint lacks this part of a \S+, of shap"):
+        load(tmp_path, model_of(["coded"], 2))
 
 
 def test_a_class_that_another_tool_pickled_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:

@@ -356,8 +356,8 @@ def wanted_of(
                 mismatch.classes[label] = f"{error}. {_SAME_MESH}"
             continue
         spec = saved(f".{attribute}")
-        if spec is None:
-            mismatch.classes[label] = f"the checkpoint lacks this part of a {record.kind}"
+        if spec is None or spec[0] != layout[0]:
+            mismatch.classes[label] = f"the checkpoint lacks this part of a {record.kind}, of shape {layout[0]}"
             continue
         shape, dtype = extent.local_shape, spec[1]
         tensor = inner.get(attribute)
