@@ -162,7 +162,7 @@ def test_fallback_goes_on_past_a_disk_that_fails(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [(2, "dcp_to_torch makes one file of it: load that with load_state_dict, and"), (4, "Update composable_fsdp.")],
+    [(1, "dcp_to_torch makes one file of it: load that with load_state_dict, and"), (4, "Update composable_fsdp.")],
 )
 def test_another_format_is_named_and_not_reported_as_damage(tmp_path, monkeypatch, version: int, advice: str) -> None:
     saved_steps(tmp_path, 1.0)

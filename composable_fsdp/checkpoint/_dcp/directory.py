@@ -223,7 +223,7 @@ def _acquire_lock(path: Path) -> int:
 
 
 FORMAT = 3
-"""Version of the manifest and of the checkpoint's keys. Only this one is read."""
+"""Version of the manifest and of the checkpoint's keys. Version 2 has more in them, which nothing reads."""
 
 
 @dataclass(frozen=True)
@@ -264,14 +264,15 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
         document = json.loads(read_text(folder, MANIFEST))
         body = dict(document["manifest"])
         version = body["format"]
-        if isinstance(version, int) and version != FORMAT:
+        if isinstance(version, int) and version not in (2, FORMAT):
             raise CheckpointError(
                 f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one "
                 f"reads version {FORMAT}. {_REMEDIES[version > FORMAT]}"
             )
         if document.get("crc32") != _checksum(body):
             raise ValueError("its checksum does not fit")
-        del body["format"]
+        for unread in ("format", "tensors"):
+            body.pop(unread, None)
         body["files"] = files = {name: FileRecord(**record) for name, record in body["files"].items()}
         manifest = Manifest(**body)
         numbers = (manifest.step, manifest.ranks, *(record.bytes for record in files.values()))

@@ -387,6 +387,9 @@ class _Restore:
             self._groups = [None] * len(params.groups)
             self._mismatch.others.append("the checkpoint has no param_groups of an optimizer.")
         states = layouts["state"]
+        for section in ("others", "rest"):  # of checkpoints of version 2
+            unread = {f"optimizer state {key}": "of no parameter" for key in layouts.get(section, {})}
+            self._mismatch.unexpected |= unread
         for name in states.keys() - params.members.keys():
             paths = built(states[name], lambda path, _: ".".join(map(str, path)))
             self._mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(leaf for _, leaf in leaves(paths))

@@ -229,6 +229,7 @@ class Record:
     @staticmethod
     def decoded(text: str) -> Record:
         values = json.loads(text)
+        values.pop("path", None)  # of checkpoints of version 2
         tuples = {name: _tuples(values[name]) for name in ("shape", "local_shape")}
         return Record(**values | tuples | {"inner": {name: _tuples(each) for name, each in values["inner"].items()}})
 
