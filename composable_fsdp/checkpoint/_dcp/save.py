@@ -8,7 +8,7 @@
                                           param groups, with parameter names in ``params``
 ``optimizer.param_groups.<i>.<setting>``  the same settings as torch reads them: without types of keys and empty dicts;
                                           with a parameter's name in place of ``<i>`` for torch's flattened state dicts
-``communication.<name>.residual``         state of codecs with error feedback; ``.rounds`` beside it
+``communication.<name>.residual``         state of codecs with error feedback
 ``ranks.<rank>.extra``, ``….random``      the ``extra`` of each rank; its random number generators
 ``classes.<key>``                         ``Record`` (``inner_tensors.py``) of a tensor subclass that is saved as inner
                                           tensors under ``<key>.<inner>``, or is opaque (``opaque_state.py``)
