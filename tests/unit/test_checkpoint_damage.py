@@ -176,6 +176,19 @@ def test_another_format_is_named_and_not_reported_as_damage(tmp_path, monkeypatc
         assert advice in text
 
 
+def test_a_checkpoint_of_version_2_loads(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    manifest = save(tmp_path, model, optimizer, {"step": 3}).path / "manifest.json"
+    body = json.loads(manifest.read_text())["manifest"] | {
+        "format": 2,
+        "tensors": {"model.second.bias": {"shape": [3]}},
+    }
+    manifest.write_text(json.dumps({"crc32": directory._checksum(body), "manifest": body}))
+    new = Tied()
+    assert load(tmp_path, new) == {"step": 3}
+    assert_same(state_of(new), state_of(model))
+
+
 def test_sizes_are_compared_even_if_checksums_are_not(tmp_path: Path) -> None:
     saved = save(tmp_path, *trained())
     data = saved.path / "__0_0.distcp"
