@@ -81,22 +81,19 @@ def load_safetensors(
     """Load the parameters and persistent buffers of ``model`` from safetensors files.
 
     All ranks of the default process group must call it, also those with another part of the model, such as pipeline
-    stages. Each rank reads only the elements of its shards, and copies them from the file to their destination.
-    This takes less than 32 MB of extra memory.
+    stages. Each rank reads only the elements of its shards, with less than 32 MB of extra memory.
 
-    Everything is checked on all ranks before anything is written, so after an error the model is unchanged. The
-    exception is a file that can be opened but not read: the error then says that the model is loaded in part. Files
-    have no checksums: corrupted bytes within a tensor are not detected.
+    Everything is checked on all ranks before anything is written, so after an error the model is unchanged, unless a
+    file cannot be read: the error then says that the model is loaded in part. Files have no checksums.
 
     Args:
         model: a module in memory, sharded or not. After ``fully_shard`` on the meta device call
             :func:`composable_fsdp.to_empty` first. Every rank reads plain tensors in full.
         path_or_index: a ``.safetensors`` file, the ``.safetensors.index.json`` of several, or a directory with either,
             as ``save_pretrained`` and :func:`save_safetensors` write it.
-        key_map: maps a name in the model to the name in the files, for files made for another implementation of the
-            model: ``lambda name: f"model.{name}"`` or ``{"head.weight": "lm_head.weight"}``. Names that a mapping lacks
-            are the same in both. Names in the model are without the prefixes of wrappers, as in
-            ``composable_fsdp.checkpoint.state_dict``.
+        key_map: maps a name in the model, without prefixes of wrappers, to the name in the files:
+            ``lambda name: f"model.{name}"`` or ``{"head.weight": "lm_head.weight"}``. Names that a mapping lacks are
+            the same in both.
         strict: a tensor that is only in the model, or in the files and in no rank's model, is an error. So are tied
             parameters that the files have under several names with different values; without ``strict`` the first name
             counts.
@@ -458,15 +455,13 @@ def save_safetensors(
     differs between ranks must be a DTensor, or have different names, as in pipeline stages.
 
     The directory ``path`` is created if needed. It then has ``model.safetensors``, or several files with
-    ``model.safetensors.index.json``, as ``save_pretrained`` of transformers writes them. Other files in it, such as
-    ``config.json``, are kept. An existing checkpoint is replaced only when the new one is complete and on disk: if a
-    save is interrupted, even by a kill, readers find one of the two, complete. Files have no checksums;
-    :func:`composable_fsdp.checkpoint.save` makes checkpoints that do.
+    ``model.safetensors.index.json``, as ``save_pretrained`` of transformers writes them. Other files in it are kept. An
+    existing checkpoint is replaced only when the new one is complete and on disk: if a save is interrupted, even by a
+    kill, readers find one of the two, complete. Files have no checksums.
 
     Every rank writes its own shards block by block, with less than 32 MB of extra memory; of replicas one writes. Tied
-    parameters are written once, under the first of their names. The other names are in the metadata, where
-    :func:`load_safetensors` finds them; transformers ties parameters itself. Extra state of modules is left out, with a
-    warning.
+    parameters are written once, under the first of their names; the others are in the metadata, where
+    :func:`load_safetensors` finds them. Extra state of modules is left out, with a warning.
 
     Args:
         model: a module, sharded or not. For plain tensors the values of one rank that has them are written.

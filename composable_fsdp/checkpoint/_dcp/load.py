@@ -87,19 +87,16 @@ def load(
     """Load a checkpoint into ``model`` and ``optimizer``, on any mesh and any number of ranks.
 
     Each rank reads directly into its shards. Optimizer state is allocated as the checkpoint describes it and passed to
-    ``optimizer.load_state_dict``. An optimizer that has not stepped yet needs no step first.
+    ``optimizer.load_state_dict``; the optimizer needs no step first.
 
-    Everything is checked before anything is changed: if a file is damaged or does not fit, model and optimizer stay as
-    they are. Damage can be found during reading only if no checksums were compared, with ``verify=False`` or without a
-    manifest; the error then says that the model is loaded in part.
+    Everything is checked before anything is changed. Only if no checksums were compared, with ``verify=False`` or
+    without a manifest, damage may be found during reading; the error then says that the model is loaded in part.
 
-    Random number generators and the state of error-feedback codecs belong to single ranks. They are restored only if
-    the number of ranks is that of the save, and are unchanged otherwise.
+    Random number generators and the state of error-feedback codecs are restored only on the number of ranks that saved.
 
     Args:
-        path: a checkpoint, or a folder of them, of which the newest is loaded. Also one that
-            ``torch.distributed.checkpoint`` wrote of ``{"model": ..., "optimizer": ...}``. That has no manifest, so it
-            cannot be verified, which is logged.
+        path: a checkpoint, or a folder of them, of which the newest is loaded. Also one of
+            ``torch.distributed.checkpoint`` of ``{"model": ..., "optimizer": ...}``, which cannot be verified.
         model: sharded or not.
         optimizer: over parameters of ``model``. Its groups may be in another order than when they were saved.
         strict: raise on any difference between the checkpoint and the state to load, including optimizer settings that
@@ -107,9 +104,7 @@ def load(
             model's dtypes, and the differences are logged; a different shape or tensor class is always an error.
         verify: compare checksums; otherwise only the presence and sizes of files. Each file is read by one rank.
         fallback: if checkpoints in the folder ``path`` are damaged, load the newest intact one and log the damage.
-            Training since then is lost. Without it, a damaged newest checkpoint is an error that names the newest
-            intact one. All ranks decide together and each checks a share of the files, from the newest checkpoint to
-            the first intact one. With ``verify=False`` only missing files and wrong sizes are detected.
+            Without it, a damaged newest checkpoint is an error that names the newest intact one.
         restore_rng: restore the random number generators.
         timeout: seconds that ranks wait for each other, here and in each exchange.
 

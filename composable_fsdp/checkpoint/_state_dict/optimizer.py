@@ -460,10 +460,9 @@ def load_optimizer_state_dict(
 
     All ranks must call it together, and agree on errors before anything is loaded. A fresh optimizer needs no step
     first. Parameters and groups are matched by names, in any order, and the groups' hyperparameters are restored.
-    Existing state is filled in place. New state is allocated, as DTensors where the parameter is one.
-    ``optimizer.load_state_dict`` runs last, with its hooks. New floating-point state keeps its dtype if that was not
-    its parameter's, as fp32 state of bf16 parameters; else it is cast to that of its parameter, as torch does with all
-    of it. New state of what torch's functions return, which do not say the dtypes of parameters, is cast.
+    Existing state is filled in place. New state is allocated, as DTensors where the parameter is one; of
+    floating-point dtypes it keeps its own if that was not its parameter's, and else is cast to its parameter's, as is
+    what torch's functions return. ``optimizer.load_state_dict`` runs last, with its hooks.
 
     Args:
         model: a module, sharded or not.
