@@ -141,10 +141,10 @@ def test_averages_of_buffers_and_of_narrow_parameters(tmp_path: Path) -> None:
     before = full_value(wide.module.get_parameter("linear.bias"))
     wide.update_parameters(low)
     torch.testing.assert_close(full_value(wide.module.get_parameter("linear.bias")), before * 0.999 + 0.001)
-    save(folder, wide)
+    save(tmp_path, wide)
     fresh = AveragedModel(low)
     fresh.module.float()
-    load(folder, fresh)
+    load(tmp_path, fresh)
     assert int(fresh.n_averaged) == 2
     for name, value in state_dict(fresh.module, Full()).items():
         assert_exact(value, state_dict(wide.module, Full())[name], name)
