@@ -266,6 +266,10 @@ def ask_for_everything() -> None:
         stream_changed_params(model, SentParams() if rank == 0 else None)  # type: ignore[arg-type]
     with pytest.raises(DivergenceError, match=r"^ranks call stream_changed_params for different models or with differ"):
         stream_changed_params(model, SentParams(), whole_above=(0.1, 0.2)[rank])
+    change(model)  # ranks have noted values when they see that their arguments differ
+    with pytest.raises(DivergenceError):
+        stream_changed_params(model, receiver.sent, **{**receiver.options, "whole_above": (0.1, 0.2)[rank]})
+    receiver.update()
     receiver.options["bucket_bytes"] = 200
     assert sends_all()
     assert not sends_all()
@@ -425,8 +429,51 @@ def test_a_copy_of_changes_sends_everything_after_the_target_or_the_source_was_a
         target.get_parameter("layers.0.weight").zero_()
     assert copied(source)
     assert not copied(source)
+    old = target.get_parameter("layers.0.weight")
+    target.layers[0].weight = new = nn.Parameter(torch.zeros_like(old))
+    with torch.no_grad():
+        while new._version < old._version:
+            new.zero_()
+    assert copied(source)
     change(other)
     assert copied(other)
+
+
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_copies_of_changes_of_any_dtype() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.bool, torch.complex64):
+        source, target = nn.Module(), nn.Module()
+        for model in (source, target):
+            values = torch.zeros(16, 24, dtype=torch.uint8).view(dtype)
+            model.weight = nn.Parameter(values, requires_grad=False)
+        fully_shard(source, mesh=init_device_mesh("cpu", (2,)))
+        local: Any = source.get_parameter("weight")
+        expected = torch.zeros(16, 24, dtype=torch.uint8)
+        for step in range(3):
+            local.to_local().detach().view(torch.uint8)[step, ::8] = 1
+            copy_params(source, target, changed=True)
+            expected[[step, 8 + step], ::8] = 1
+            assert torch.equal(bits(target.get_parameter("weight")), bits(expected)), (dtype, step)
+
+
+def on_dim(dim: int) -> Callable[[nn.Parameter], Shard]:
+    return lambda _: Shard(dim)
+
+
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_a_model_of_the_same_names_and_sizes_on_other_dims_is_sent_whole() -> None:
+    sent, state, position = SentParams(), {"weight": torch.ones(8, 8)}, None
+    for dim in (0, 1, 0):
+        model = nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            model.weight.zero_()[4 * dim : 4 * dim + 4, :4] = dim
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), shard_placement_fn=on_dim(dim))
+        for flush in stream_changed_params(model, sent, whole_above=1):
+            assert flush.parsed.is_whole
+            position = apply_changes(state, flush, position)
+        assert torch.equal(state["weight"], full_value(model.weight))
 
 
 @pytest.mark.behaviour("C-14")

@@ -168,6 +168,8 @@ def test_headers_of_attackers_are_refused_and_nothing_is_written() -> None:
         ({"tensors": [[name, [*shape, 1], count], *rest]}, rf"'{name}' is \(.*\) of torch.bfloat16, and \(.*, 1\) of"),
         ({"aliases": [["a", name]]}, "make no sense"),
         ({"aliases": {"a": "b"}}, "make no sense"),
+        ({"aliases": {name: name}}, "make no sense"),
+        ({"tensors": [[name, [1 << 61] * 50_000, count]]}, "make no sense"),
         ({"is_whole": "no"}, "make no sense"),
         ({"is_whole": True}, "make no sense"),
         ({"number": 0, "stream": str(position.stream + 1)}, "^flush 0 begins a stream and has no full values"),
@@ -184,10 +186,19 @@ def test_headers_of_attackers_are_refused_and_nothing_is_written() -> None:
             FlushError, match=r"^flush \d+ has indices outside of their tensors\. Nothing is written\.$"
         ):
             apply_changes(state, flush, position)
+    for places in ([0, 0], [1, 0]):
+        flush = Flush.from_bytes(second[0])
+        assert flush.indices is not None
+        flush.indices[:2] = torch.tensor(places)
+        flush.checksum = flush.computed_checksum()
+        with pytest.raises(FlushError, match=r"^flush \d+ has indices that do not ascend in their tensor\. Noth"):
+            apply_changes(state, flush, position)
     for data in (b"", b"\xff" * 8, (1 << 60).to_bytes(8, "little") + b"{}", b"\2" + bytes(7) + b"[]"):
         with pytest.raises(FlushError):
             Flush.from_bytes(data)
-    for text in ("[" * 100_000, "{}", "[]", "3", '{"__metadata__":3,"values":{}}', "nan"):
+    half: dict[str, Any] = {"__metadata__": {"flush": "\ud800", "crc32": "0"}}
+    half["values"] = {"dtype": "I8", "shape": [0], "data_offsets": [0, 0]}
+    for text in (json.dumps(half), "[" * 100_000, "{}", "[]", "3", '{"__metadata__":3,"values":{}}', "nan"):
         with pytest.raises(FlushError, match=r"^these bytes are no flush: "):
             Flush.from_bytes(len(text).to_bytes(8, "little") + text.encode())
     assert_same(state, before)
@@ -375,3 +386,65 @@ def test_flushes_are_empty_once_the_next_one_is_asked_for() -> None:
         Flush(c.header, c.indices, c.values, c.checksum).to_bytes() for c in copies
     ]
     assert sender.sent.nbytes >= sum(p.nbytes for p in sender.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        torch.zeros(1, 1).expand(3, 4),
+        torch.zeros(3, 4).to_sparse(),
+        torch.zeros(3, 4, device="meta"),
+        torch._neg_view(torch.zeros(3, 4)),
+        torch.zeros(3, 4, dtype=torch.complex64).conj(),
+    ],
+    ids=["expanded", "sparse", "meta", "negative", "conjugate"],
+)
+def test_a_tensor_that_cannot_be_written_is_refused_before_another_is_written(place: torch.Tensor) -> None:
+    model = nn.Module()
+    model.first = nn.Parameter(torch.ones(3, 4, dtype=place.dtype))
+    model.second = nn.Parameter(torch.ones(3, 4, dtype=place.dtype))
+    (flush,) = (each.clone() for each in stream_changed_params(model, SentParams()))
+    state = {"first": torch.zeros(3, 4, dtype=place.dtype), "second": place}
+    with pytest.raises(FlushError, match=r"'second' is on meta, sparse, or a conjugate, .*\. Nothing is written\.$"):
+        apply_changes(state, flush)
+    assert not state["first"].any()
+
+
+def test_values_noted_by_a_call_that_fails_are_sent_later() -> None:
+    sender = Sender()
+    state = sender.state()
+    position = receive(state, sender.update(1 << 20))
+    with pytest.raises(RuntimeError, match="nonsense"):
+        sender.update(1 << 20, device="nonsense")
+    with torch.no_grad():  # only what update() changes itself differs from then on
+        for parameter in sender.model.parameters():
+            parameter.view(-1)[::7] -= 1
+            parameter.view(-1)[1::7] += 1
+    with pytest.raises(RuntimeError, match="nonsense"):
+        sender.update(1 << 20, device="nonsense")
+    receive(state, sender.update(1 << 20), position)
+    assert_same(state, sender.values())
+
+
+def test_another_name_or_shape_of_a_parameter_has_all_values() -> None:
+    model, sent = nn.Module(), SentParams()
+    model.a = nn.Parameter(torch.randn(50, 20))
+    model.b = model.a
+    assert [f.parsed.aliases for f in stream_changed_params(model, sent, key_map={"b": None})] == [{}]
+    (named,) = (flush.clone() for flush in stream_changed_params(model, sent))
+    assert (named.parsed.is_whole, named.parsed.aliases) == (True, {"b": "a"})
+    for shape in (20, 50), (7, 9), (70, 90):
+        model.a.data = torch.randn(shape)
+        state = {"a": torch.zeros(shape)}
+        for flush in stream_changed_params(model, sent):
+            apply_changes(state, flush)
+        assert torch.equal(state["a"], model.a)
+
+
+def test_dtypes_without_a_name_in_safetensors_are_refused_before_anything_is_sent() -> None:
+    model = nn.Linear(2, 2)
+    model.more = nn.Parameter(torch.zeros(4).to(torch.float8_e4m3fnuz), requires_grad=False)
+    with pytest.raises(
+        ParameterError, match=r"^parameter 'more' is of torch\.float8_e4m3fnuz, of which stream_changed"
+    ):
+        stream_changed_params(model, SentParams())

@@ -35,13 +35,13 @@ MOST_CODE = {
     "interop": 54,
     "optim": 1321,
     "plan": 894,
-    "plugins": 5451,
+    "plugins": 5482,
     "testing": 235,
     "wrap": 231,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 21629
+MOST_CODE_OF_ALL = 21660
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

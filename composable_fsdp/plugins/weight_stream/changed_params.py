@@ -21,10 +21,11 @@ from zlib import crc32
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable_fsdp._core.layout import aligned_bytes
 from composable_fsdp._core.memory import is_host
-from composable_fsdp._extents import ShardExtent, extent_of
+from composable_fsdp._extents import DTYPES, ShardExtent, extent_of
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather, BucketPlan, plan_buckets
 from composable_fsdp.plugins.weight_stream.flush import INTEGERS, Flush, FlushHeader
@@ -119,7 +120,8 @@ def stream_changed_params(
 
     Raises:
         ConfigurationError: an argument makes no sense.
-        ParameterError: parameters are on the meta device, pending sums, or of a tensor class.
+        ParameterError: parameters are on the meta device, pending sums, of a tensor class, or of a dtype that
+            safetensors lacks.
         LifecycleError: during a forward or backward.
         DivergenceError: ranks call it for different models, or with different arguments.
         PeerError: another rank has raised one of these; in the loop, another rank has left it.
@@ -127,7 +129,12 @@ def stream_changed_params(
     sharded = prepare(model, CALLER)
     named = list(model.named_parameters(remove_duplicate=False))
     names = dict(key_map) if isinstance(key_map, Mapping) else key_map
-    made_of = [(n, id(p), p.dtype, p.device, id(sharded.get(id(p)))) for n, p in named], bucket_bytes, dtype, names
+    properties = [
+        (n, id(p), p.dtype, p.device, p.shape, p.requires_grad, id(sharded.get(id(p))))
+        + ((p.device_mesh, p.placements) if isinstance(p, DTensor) else ())
+        for n, p in named
+    ]
+    made_of = properties, bucket_bytes, dtype, names
     given: Any = since  # a wrong type is an error that all ranks raise, in contents()
     sent: SentParams = given if isinstance(given, SentParams) else SentParams()
     known = sent._planned if sent._made_of == made_of else None
@@ -169,11 +176,14 @@ class _Segment:
         own, begins, moves, end = [], [0], [], 0
         self._scattered: list[tuple[int, int, ShardExtent]] = []
         """The shards that are not contiguous in their parameter: number, place of the parameter, extent."""
+        self.extents: list[tuple[int, ShardExtent]] = []
+        """Of each shard the place of its parameter, and its extent in it."""
         for slot in sorted(slots, key=lambda slot: slot.place):
             source = sources.sources[slot.source]
             extent, size = extent_of(source.tensor, source.sharding), slot.dtype.itemsize
             if extent.is_empty:
                 continue
+            self.extents.append((slot.place, extent))
             place, boxes = slot.place // size, list(extent.boxes())
             length, runs = boxes[0].runs(extent.shape)
             numel = source.plain.numel()
@@ -336,10 +346,10 @@ def _plan(sources: ModelSources, dtype: torch.dtype | None, key_map: KeyMap | No
 
 
 def _check_dtype(named: Named) -> None:
-    if named.is_whole or named.dtype.itemsize not in INTEGERS:
+    if named.is_whole or named.dtype not in DTYPES.values():
         what = "of a tensor class" if named.is_whole else f"of {named.dtype}"
         raise ParameterError(
-            f"parameter {named.names[0]!r} is {what}, of which {CALLER} cannot compare values. Leave it out by "
+            f"parameter {named.names[0]!r} is {what}, of which {CALLER} cannot send changes. Leave it out by "
             "key_map, and send it with stream_full_params."
         )
 
@@ -352,7 +362,10 @@ class _ChangedParams:
         self._whole_above, self._sizes = whole_above, buckets.sizes
         routes = dict.fromkeys(segment.route for bucket in self._buckets for segment in bucket.segments)
         self._field_of = {route: min(k, _NUM_LENGTHS - 1) for k, route in enumerate(routes)}
-        self._key = [(bucket.dtype, bucket.tensors, [s.nbytes for s in bucket.segments]) for bucket in self._buckets]
+        self._key = [
+            (bucket.dtype, bucket.tensors, bucket.plan.layout.aliases, [s.extents for s in bucket.segments])
+            for bucket in self._buckets
+        ]
         self._is_whole = sent._needs_all or not sent._is_complete or sent._key != self._key
         self._changes: dict[int, list[_Changes]] = {}
         """By bucket that is not received yet: places and values of the changes of each segment on this rank."""
@@ -369,6 +382,7 @@ class _ChangedParams:
         """Return the begin of a new stream if this rank needs one, and the lengths of the first bucket."""
         if self._is_whole:
             return max(time.time_ns(), self._sent._stream + 1), *(0,) * _NUM_LENGTHS
+        self._sent._is_complete = False  # changes are noted from here on, whatever becomes of the agreement
         return 0, *(self._find(0) if self._buckets else (0,) * _NUM_LENGTHS)
 
     def agreed(self, numbers: Sequence[int]) -> None:

@@ -14,13 +14,16 @@ from composable_fsdp._core.params import local_part
 from composable_fsdp._extents import ShardExtent, extent_of, plain_name
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.plugins.weight_stream.changed_params import SentParams, stream_changed_params
+from composable_fsdp.plugins.weight_stream.flush import INTEGERS
 from composable_fsdp.plugins.weight_stream.model_sources import prepare
 from composable_fsdp.plugins.weight_stream.stream import BUCKET_BYTES, stream_full_params
 
 __all__ = ["copy_params"]
 
-_LAST_COPIES: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], SentParams, list[int]]] = WeakKeyDictionary()
-"""By target: the source, what was copied, and the version counters of the target's parameters after it."""
+_Versions = list[tuple[ref[torch.Tensor], int]]
+"""Parameters and their version counters."""
+_LAST_COPIES: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], SentParams, _Versions]] = WeakKeyDictionary()
+"""By target: the source, what was copied, and the versions of the target's parameters after it."""
 
 
 @torch.no_grad()
@@ -45,7 +48,7 @@ def copy_params(
 
     Raises:
         ParameterError: the models do not have the same names and shapes, or, with ``changed``, parameters that are
-            streamed are of a tensor class. Nothing is copied then.
+            streamed are of a tensor class, or of a dtype that safetensors lacks. Nothing is copied then.
         LifecycleError: during a forward or backward of one of them.
     """
     own, others = (prepare(model, "copy_params") for model in (source, target))
@@ -112,7 +115,7 @@ def _copy_changed(
     bucket_bytes: int,
 ) -> None:
     of, sent, versions = _LAST_COPIES.get(target, (None, SentParams(), []))
-    if of is None or of() is not source or versions != _versions(wanted):
+    if of is None or of() is not source or not _are_as_left(versions, wanted):
         sent.forget()
     _LAST_COPIES.pop(target, None)  # until this copy is complete
     with stream_changed_params(source, sent, bucket_bytes, key_map=mapping) as stream:
@@ -123,12 +126,22 @@ def _copy_changed(
                         local.copy_(extent.take(new.view(shape)))
                     elif not extent.is_empty:
                         at, held = _local_index(indices, extent)
-                        local.put_(at.to(local.device), new[held].to(local.device, local.dtype))
+                        values = new[held].to(local.device, local.dtype)
+                        kind = INTEGERS.get(local.itemsize, local.dtype)
+                        local.view(kind).put_(at.to(local.device), values.view(kind))  # torch has no put_ of float8
     _LAST_COPIES[target] = ref(source), sent, _versions(wanted)
 
 
-def _versions(tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    return [local_part(tensor)._version for tensor in tensors.values()]
+def _versions(tensors: Mapping[str, torch.Tensor]) -> _Versions:
+    return [(ref(tensor), local_part(tensor)._version) for tensor in tensors.values()]
+
+
+def _are_as_left(versions: _Versions, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether the parameters are those of ``versions``, and nobody has written to them."""
+    pairs = zip(versions, tensors.values(), strict=False)
+    return len(versions) == len(tensors) and all(
+        known() is tensor and version == local_part(tensor)._version for (known, version), tensor in pairs
+    )
 
 
 def _local_index(indices: torch.Tensor, extent: ShardExtent) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,6 +29,9 @@ FORMAT = "composable_fsdp.flush/1"
 MOST_HEADER_BYTES = 100 << 20
 """The most bytes of a header that is read, as in the safetensors library."""
 
+_MOST_DIMS = 64
+"""As in torch."""
+
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtypes as which elements are compared and written, by their bytes: all bits count."""
 
@@ -118,13 +121,15 @@ class FlushHeader:
             ) from error
         numbers = [header.number, header.part, header.parts, *(n for _, s, count in tensors for n in (*s, count))]
         texts = [name for name, _, _ in tensors]
+        known = set(texts) if all(type(name) is str for name in texts) else set[str]()
         is_right = (
             all(type(n) is int and 0 <= n < 1 << 62 for n in (header.stream, *numbers))
-            and {type(name) for name in texts} <= {str}
+            and len(known) == len(texts)
             and (type(found["is_whole"]), type(found["aliases"])) == (bool, dict)
-            and all(type(name) is str and name in texts for name in header.aliases.values())
-            and len(set(texts)) == len(texts)
+            and all(type(name) is str and name in known for name in header.aliases.values())
+            and known.isdisjoint(header.aliases)
             and header.part < header.parts
+            and all(len(s) <= _MOST_DIMS for _, s, _ in tensors)
             and all(count == prod(s) if header.is_whole else count <= prod(s) for _, s, count in tensors)
         )
         if not is_right:
@@ -219,6 +224,7 @@ class Flush:
             tensors = {name: _tensor_of(view[8 + size :], **entry) for name, entry in entries.items()}
             values, indices = tensors.pop("values"), tensors.pop("indices", None)
             nbytes = sum(tensor.nbytes for tensor in (values, indices) if tensor is not None)
+            header.encode()  # an error if it has half of a character
             if tensors or nbytes != len(view) - 8 - size or type(header) is not str:
                 raise ValueError("it has other tensors or bytes")
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -307,20 +313,20 @@ def apply_changes(state: Mapping[str, torch.Tensor], flush: Flush, last: Positio
         )
     if indices is not None:
         _check_indices(header, indices)
-    kind, moved = INTEGERS[header.dtype.itemsize], dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]]()
-    end = 0
+    kind, end = INTEGERS[header.dtype.itemsize], 0
+    moved = {  # all that can fail is before the first write
+        device: (values.to(device).view(kind), None if indices is None else indices.to(device, torch.int64))
+        for device in {place.device for known in places.values() for place in known}
+    }
     for name, shape, count in header.tensors:
         begin, end = end, end + count
         for place in places[name] if count else ():
-            if place.device not in moved:
-                at = None if indices is None else indices.to(place.device)
-                moved[place.device] = values.to(place.device).view(kind), at
             new, at = moved[place.device]
             bits = place.detach().view(kind)
             if at is None:
                 bits.copy_(new[begin:end].view(shape))
             else:
-                bits.put_(at[begin:end].long(), new[begin:end])
+                bits.put_(at[begin:end], new[begin:end])
     return Position(header.stream, header.number, header.part == header.parts - 1)
 
 
@@ -353,14 +359,25 @@ def _misfits(name: str, shape: tuple[int, ...], header: FlushHeader, places: Seq
             yield f"{name!r} is a {type(place).__name__}, not a plain tensor"
         elif (tuple(place.shape), place.dtype) != (shape, header.dtype):
             yield f"{name!r} is {tuple(place.shape)} of {place.dtype}, and {shape} of {header.dtype} in the flush"
+        elif place.layout != torch.strided or place.is_meta or place.is_conj() or place.is_neg() or _repeats(place):
+            yield f"{name!r} is on meta, sparse, or a conjugate, negative or expanded view: no memory of its own values"
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Return whether several elements of ``tensor`` are one in memory, as after ``expand``."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _check_indices(header: FlushHeader, indices: torch.Tensor) -> None:
     sizes = torch.tensor([prod(shape) for _, shape, _ in header.tensors], dtype=torch.int64)
     counts = torch.tensor([count for *_, count in header.tensors], dtype=torch.int64)
-    limits = torch.repeat_interleave(sizes, counts).to(indices.device)
+    begins, limits = (
+        torch.repeat_interleave(each, counts).to(indices.device) for each in (sizes.cumsum(0) - sizes, sizes)
+    )
     if indices.dtype not in (torch.int32, torch.int64) or bool(((indices < 0) | (indices >= limits)).any()):
         raise FlushError(f"flush {header.number} has indices outside of their tensors. Nothing is written.")
+    if bool(((indices + begins).diff() <= 0).any()):
+        raise FlushError(f"flush {header.number} has indices that do not ascend in their tensor. Nothing is written.")
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
