@@ -269,11 +269,7 @@ def test_residuals_of_absent_values_are_kept_until_these_are_present(codec: Int8
 def test_errors_of_a_constant_gradient_cancel_only_with_feedback() -> None:
     gradient = values(1, 4096)
     errors = {}
-    for codec in (
-        Int4(),
-        ErrorFeedback(Int4()),
-        ErrorFeedback(Int4(), decay=0.5),
-    ):
+    for codec in (Int4(), ErrorFeedback(Int4()), ErrorFeedback(Int4(), decay=0.5)):
         encoder = Encoder(codec, 1, 4096)
         sent = sum((encoder.decode(encoded(encoder, gradient)) for _ in range(50)), torch.zeros(1, 4096))
         errors[codec] = ((sent / 50 - gradient).norm() / gradient.norm()).item()

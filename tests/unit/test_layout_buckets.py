@@ -88,9 +88,7 @@ def test_a_tensor_is_zero_copy_if_it_concatenates_and_its_full_size_reaches_the_
 
 @FEWER
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
-def test_an_all_gather_sends_each_shard_once_and_few_bytes_for_alignment(
-    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
-) -> None:
+def test_an_all_gather_sends_each_shard_once_and_few_bytes_for_alignment(shards, itemsize, zero_copy_min_bytes) -> None:
     layout = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     sent = layout.num_shards * sum(s.padded_numel for s in shards)
     assert 0 <= layout.wire_numel - sent <= MOST_PADDING * sent
@@ -125,9 +123,7 @@ def test_a_message_has_padding_exactly_where_it_is_longer_than_the_gradients_in_
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.booleans())
-def test_flags_are_the_last_segment_of_the_packed_message(
-    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int, flags: bool
-) -> None:
+def test_flags_are_the_last_segment_of_the_packed_message(shards, itemsize, zero_copy_min_bytes: int, flags) -> None:
     indices = range(len(shards))
     layout = plan_reduce(shards, indices, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes, flags=flags)
     assert_partition((layout.zero_copy, layout.packed), indices)
@@ -154,9 +150,7 @@ def test_a_tiny_module_on_many_ranks_sends_what_it_has() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=6), st.integers(0, 3), st.randoms())
-def test_pieces_are_the_intervals_and_the_gaps_between_them(
-    gaps_and_lengths: list[tuple[int, int]], last_gap: int, random: Random
-) -> None:
+def test_pieces_are_the_intervals_and_the_gaps_between_them(gaps_and_lengths, last_gap: int, random: Random) -> None:
     intervals, end = [], 0
     for gap, length in gaps_and_lengths:
         intervals.append((end + gap, end + gap + length))
@@ -198,9 +192,7 @@ ALIASING = st.builds(PlanOptions, st.just(1), DIRECT_BYTES, DIRECT_BYTES, st.jus
 
 @FEWER
 @given(SPECS, OPTIONS | ALIASING)
-def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
-    specs: tuple[ParameterSpec, ...], options: PlanOptions
-) -> None:
+def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(specs, options: PlanOptions) -> None:
     plan = plan_group(specs, (options,))
     assert plan.specs == specs
     assert sorted(i for bucket in plan.buckets for i in bucket.indices) == list(range(len(specs)))
@@ -229,9 +221,7 @@ def test_exactly_the_trainable_parameters_are_reduced(specs: tuple[ParameterSpec
 
 @FEWER
 @given(SPECS, ALIASING)
-def test_an_axis_of_one_rank_aliases_exactly_the_buckets_without_cast(
-    specs: tuple[ParameterSpec, ...], options: PlanOptions
-) -> None:
+def test_an_axis_of_one_rank_aliases_exactly_the_buckets_without_cast(specs, options: PlanOptions) -> None:
     for bucket in plan_group(specs, (options,)).buckets:
         is_offloaded = isinstance(bucket.offload, CPUOffloadPolicy)
         assert bucket.is_gathered == (bucket.dtype != bucket.compute_dtype or is_offloaded)
@@ -242,9 +232,7 @@ def test_an_axis_of_one_rank_aliases_exactly_the_buckets_without_cast(
 
 @FEWER
 @given(SPECS, st.integers(2, 4))
-def test_claimed_parameters_have_buckets_of_their_own_and_take_memory_if_they_are_gathered(
-    specs: tuple[ParameterSpec, ...], num_shards: int
-) -> None:
+def test_claimed_parameters_have_buckets_of_their_own_and_take_memory_if_they_are_gathered(specs, num_shards) -> None:
     for is_gathered in (True, False):
         claim = GatherClaim(object, "key", is_gathered)
         claimed = (*(dataclasses.replace(spec, gather_claim=claim) for spec in specs), *specs)
@@ -259,9 +247,7 @@ def test_claimed_parameters_have_buckets_of_their_own_and_take_memory_if_they_ar
 
 @FEWER
 @given(SPECS, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
-def test_a_smaller_mesh_gathers_to_the_offsets_of_the_full_mesh(
-    specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], zero_copy_min_bytes: int
-) -> None:
+def test_a_smaller_mesh_gathers_to_the_offsets_of_the_full_mesh(specs, sizes, zero_copy_min_bytes: int) -> None:
     larger, smaller = sizes
     for bucket in plan_group(specs, (PlanOptions(larger, zero_copy_min_bytes, zero_copy_min_bytes),)).buckets:
         layout = plan_slices(bucket, smaller, zero_copy_min_bytes).gather
@@ -379,9 +365,7 @@ def reduce(reduction: Reduction, gradients: torch.Tensor) -> torch.Tensor:
 
 
 @given(st.sampled_from([*WIDE, *NARROW]), NUM_RANKS, st.booleans(), FACTORS, st.booleans())
-def test_the_divisors_of_a_sum_multiply_to_the_factor_exactly(
-    dtype: torch.dtype, num_ranks: int, averages: bool, factor: float | None, sum_only: bool
-) -> None:
+def test_the_divisors_of_a_sum_multiply_to_the_factor_exactly(dtype, num_ranks, averages, factor, sum_only) -> None:
     reduction = plan_division(dtype, num_ranks, averages=averages, divide_factor=factor, sum_only=sum_only)
     if reduction.op is ReduceOp.SUM:
         assert reduction.pre_divide * reduction.post_divide == (num_ranks if factor is None else factor)
@@ -412,9 +396,7 @@ def test_fp16_is_divided_in_two_halves_of_which_the_first_is_an_exact_power_of_t
 
 
 @given(st.integers(1, 64), st.booleans(), st.booleans(), st.none() | st.floats(0.25, 5000), st.integers(0, 2**31))
-def test_the_reduction_is_the_sum_divided_by_the_factor(
-    num_ranks: int, averages: bool, sum_only: bool, factor: float | None, seed: int
-) -> None:
+def test_the_reduction_is_the_sum_divided_by_the_factor(num_ranks: int, averages, sum_only, factor, seed: int) -> None:
     gradients = torch.randn(num_ranks, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     expected = gradients.mean(0) if factor is None else gradients.sum(0) / factor
     for dtype in (torch.float64, torch.float16):  # only the plan uses this dtype; the values are fp64
@@ -437,9 +419,7 @@ DIVISORS = st.integers(-130, 130).map(lambda k: 2.0**k) | st.floats(0.25, 5000) 
 
 @given(st.sampled_from(list(BITS)), DIVISORS, st.booleans(), st.integers(0, 2**32))
 @example(torch.float32, 2.0**-130, False, 0)  # its reciprocal overflows in fp32
-def test_divided_values_are_bitwise_those_of_a_division(
-    dtype: torch.dtype, divisor: float, negative: bool, seed: int
-) -> None:
+def test_divided_values_are_bitwise_those_of_a_division(dtype, divisor: float, negative: bool, seed: int) -> None:
     # Arbitrary bits: numbers of all magnitudes, denormal numbers, infinities. All nans are compared as equal.
     bits = torch.iinfo(BITS[dtype])
     generator = torch.Generator().manual_seed(seed)

@@ -7,14 +7,7 @@ import zlib
 import pytest
 import torch
 
-from tests._internals import (
-    LoopbackCommunicator,
-    Values,
-    difference_text,
-    differing_starts,
-    start_details,
-    verify_same,
-)
+from tests._internals import LoopbackCommunicator, Values, difference_text, differing_starts, start_details, verify_same
 
 
 def test_the_first_difference_is_shown_for_all_ranks_and_the_rest_for_two() -> None:

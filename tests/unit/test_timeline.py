@@ -305,9 +305,7 @@ def test_sums_of_steps_are_of_the_slices_that_begin_in_them(drawn: list[tuple[st
         assert each.gathered_bytes == sum(slice_.details["bytes"] for slice_ in inside if slice_.lane == "gather")
 
 
-def test_the_variable_of_the_former_flight_recorder_is_answered_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_variable_of_the_former_flight_recorder_is_answered_once(monkeypatch, caplog) -> None:
     monkeypatch.setenv("COMPOSABLE_FSDP_DIAGNOSTICS", "runs")
     with single_rank():
         for _ in range(2):
