@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         RankReport,
         WarningTimes,
         diagnose,
+        error_summary,
         format_ranks,
         wait_text,
     )
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
         HELD_GRADIENTS,
         LOCAL_GRADIENTS,
         PARAMETER_TRANSITIONS,
-        EndOfRun,
         Event,
         GradientOperation,
         GradientState,
@@ -71,9 +71,7 @@ if TYPE_CHECKING:
         ParameterOperation,
         ParameterState,
         Pass,
-        RunningPass,
         advance,
-        error_summary,
         has_ended,
     )
     from composable_fsdp._core.full_mesh import (

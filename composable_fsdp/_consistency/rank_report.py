@@ -97,6 +97,17 @@ class RankReport:
         return f"rank {self.rank} is at work{since} ({steps})"
 
 
+def error_summary(error: BaseException) -> str:
+    """Return the type of ``error`` and the first line of its text, and the last exception of a traceback in it."""
+    try:
+        text = str(error)
+    except Exception:  # of the class of the program
+        text = "<its text cannot be read>"
+    _, header, inner = text.rpartition("Traceback (most recent call last):\n")
+    raised = [line for line in inner.splitlines() if header and line[:1].strip()]  # lines of the stack are indented
+    return " ".join([": ".join([type(error).__name__, *text.splitlines()[:1]]), *raised[:1]])
+
+
 def _operation(values: Mapping[str, Any]) -> OperationId:
     return OperationId(**{**values, "ranks": tuple(values["ranks"])})
 

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
@@ -43,6 +44,7 @@ from composable_fsdp._consistency.rank_report import (
     RankReport,
     WarningTimes,
     diagnose,
+    error_summary,
     format_ranks,
     ranks_text,
     reports_with_places,
@@ -50,7 +52,7 @@ from composable_fsdp._consistency.rank_report import (
     wait_warning,
 )
 from composable_fsdp._consistency.rendezvous import StoreRendezvous, own_client
-from composable_fsdp._core.events import RunningPass, error_summary
+from composable_fsdp._core.events import has_ended
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError, printable
 
 PATIENCE = 1.0
@@ -72,6 +74,61 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GiveUp = Callable[[str], None]
 """Closes the connection of a wait, which ends it, for a reason."""
+
+
+@dataclass(slots=True, eq=False)
+class RunningPass:
+    """A forward or backward of a root.
+
+    Args:
+        kind: ``"forward"`` or ``"backward"``.
+        module: the root module of a forward; of a backward, the module that it reached last, once it has failed.
+        caller: the Python frame that runs a forward; ``None`` for a backward, which has an :class:`EndOfRun`.
+        began: the time at which it began, for traces.
+    """
+
+    kind: str
+    module: str
+    caller: FrameType | None = None
+    began: float | None = None
+    run_has_ended: bool = False
+    """True if autograd's run of a backward is over."""
+    failure: str = ""
+    """The text that reports the last noted exception as the end of the pass."""
+    _raised: int = 0
+
+    def note(self, error: BaseException, module: str) -> None:
+        """Note that ``error`` left ``module``, and perhaps the modules around it. It may still be caught."""
+        if self._raised != id(error):
+            self._raised = id(error)
+            self.failure = f"raised {error_summary(error)} in the {self.kind} of {module}"
+
+    @property
+    def left(self) -> str:
+        """The report of an unexpected end, for other ranks; empty while the pass runs. Any thread may read it."""
+        if self.caller is not None:
+            return f"was interrupted in the {self.kind} of {self.module}" if has_ended(self.caller) else ""
+        return (self.failure or f"raised in the {self.kind} of {self.module}") if self.run_has_ended else ""
+
+
+class EndOfRun:
+    """A callback of autograd that tells ``running`` of the end of its run, and the name of its ``current`` module.
+
+    Only autograd may hold a reference. Then it is deleted when the run ends, before the exception of a failed run is
+    raised in the thread that called autograd.
+    """
+
+    __slots__ = ("_current", "_running")
+
+    def __init__(self, running: RunningPass, current: Callable[[], str]) -> None:
+        self._running, self._current = running, current
+
+    def __call__(self) -> None:
+        """Do nothing: a backward that succeeds is ended by its root."""
+
+    def __del__(self) -> None:
+        self._running.module = self._current()
+        self._running.run_has_ended = True
 
 
 @dataclass(slots=True)
@@ -181,11 +238,10 @@ class Watchdog:
             self.go_on()
         here.passes[begun] = None
 
-    def end_pass(self, ended: RunningPass | None, steps: int = 0) -> None:
+    def end_pass(self, ended: RunningPass, steps: int = 0) -> None:
         """Record that a pass has ended, or failed after :meth:`fail`. ``steps`` counts backward passes of its root."""
-        if ended is not None:
-            self.here.passes.pop(ended, None)
-            self.here.steps = steps or self.here.steps
+        self.here.passes.pop(ended, None)
+        self.here.steps = steps or self.here.steps
 
     def fail(self, failure: str, meeting: tuple[int, ...] = ()) -> None:
         """Record that a pass of this rank failed, and publish it. ``meeting``: it waits for these ranks."""

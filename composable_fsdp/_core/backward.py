@@ -1,4 +1,4 @@
-"""A root's progress through a backward, its queue of reductions, its passes, and what it refuses."""
+"""A root's progress through a backward, its queue of reductions, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils.checkpoint import _StopRecomputationError
 
-from composable_fsdp._core.events import HELD_GRADIENTS, LOCAL_GRADIENTS, EndOfRun, ParameterState, RunningPass
+from composable_fsdp._core.events import HELD_GRADIENTS, LOCAL_GRADIENTS, ParameterState
 from composable_fsdp._core.group import AutogradTask, ParamGroup
 from composable_fsdp._core.launch import FusedBuckets, GroupReduction, reduce_together
 from composable_fsdp._core.schedule import Planner
-from composable_fsdp._core.seams import ObservedRoot
 from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, ForwardCall, ForwardRecord, FSDPState
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 
@@ -133,6 +131,7 @@ class Progress:
             them, and while they are open.
         reached: the states that this backward, or the last one, reached through an output with a hook. Between
             backwards, of states that may hold gradients of several ones, only those whose parameters the forward used.
+        current: the state below the root that this backward, or the last one, reached last. ``None`` before the first.
         is_in_forward: this backward is inside of a forward.
         is_in_context: its last pre-backward was in a context of the caller.
         task: autograd's task, inside which reentrant checkpoints begin others.
@@ -142,6 +141,7 @@ class Progress:
     def __init__(self, states: Collection[FSDPState], task: AutogradTask) -> None:
         self.number = 0
         self.reached: set[FSDPState] = set()
+        self.current: FSDPState | None = None
         self.is_in_forward = False
         self.is_in_context = True
         self.task = task
@@ -164,6 +164,7 @@ class Progress:
     def begin(self, *, is_in_forward: bool) -> None:
         self.is_in_forward = is_in_forward
         self.reached.clear()
+        self.current = None
         self.task.number = torch._C._current_graph_task_id()
 
     def enter(self, call: ForwardCall) -> None:
@@ -388,74 +389,6 @@ class ReductionQueue:
             reduction = self._in_flight.popleft()
             self._plans.launcher.start(reduction)
             self._in_flight.append(reduction)
-
-
-class PassesUnderway:
-    """The forward, the backward, or one inside the other, of a root. Its observers are told of both."""
-
-    def __init__(self) -> None:
-        self.thread: threading.Thread | None = None
-        """The thread that began the current pass."""
-        self._forward: RunningPass | None = None
-        self.backward: RunningPass | None = None
-
-    def begin_forward(self, root: ObservedRoot, outermost: ForwardCall) -> None:
-        """Begin the forward of which ``outermost`` is the outermost call, and end passes that an exception left."""
-        self.end(root)
-        self.thread = threading.current_thread()
-        self._forward = _begun(root, RunningPass("forward", outermost.state.name, outermost.caller))
-
-    def begin_backward(self, root: ObservedRoot) -> EndOfRun:
-        """Begin a backward. Return the callback for autograd, which ends it if the autograd run succeeds."""
-        self.thread = threading.current_thread()
-        self.backward = _begun(root, RunningPass("backward", root.root_state.name, None))
-        return EndOfRun(root.end_backward, self.backward)
-
-    @property
-    def runs_backward(self) -> bool:
-        """True if autograd still runs the last backward."""
-        return self.backward is not None and not self.backward.run_has_ended
-
-    @property
-    def is_outside_autograd(self) -> bool:
-        """True outside of autograd, where no backward runs."""
-        return torch._C._current_graph_task_id() == -1
-
-    def end_backward(self, root: ObservedRoot) -> None:
-        """End the backward, which succeeded."""
-        running, self.backward = self.backward, None
-        _end(root, running, succeeded=True)
-
-    def end(self, root: ObservedRoot, *, succeeded: bool = False) -> None:
-        """End all passes. ``succeeded``: the forward has."""
-        running, self._forward, self.backward = (self._forward, self.backward), None, None
-        for one in running:
-            _end(root, one, succeeded=succeeded and one is running[0])
-
-    def note(
-        self, root: ObservedRoot, error: BaseException, state: FSDPState, *, in_backward: bool, ends_forward: bool
-    ) -> None:
-        """Note that ``error`` came out of ``state``. The caller may still catch it, unless it ends the forward."""
-        running = self.backward if in_backward else self._forward
-        if running is None or isinstance(error, _StopRecomputationError):
-            return  # refused before it began, or a checkpoint stopped its recomputation early
-        running.note(error, state.name)
-        if ends_forward and not in_backward:
-            for observe in root.observers.failed:
-                observe(root, running)
-
-
-def _begun(root: ObservedRoot, running: RunningPass) -> RunningPass:
-    for observe in root.observers.begin_pass:
-        observe(root, running)
-    return running
-
-
-def _end(root: ObservedRoot, running: RunningPass | None, *, succeeded: bool) -> None:
-    if running is not None:
-        running.succeeded = succeeded
-        for observe in root.observers.end_pass:
-            observe(root, running)
 
 
 class Finalization:

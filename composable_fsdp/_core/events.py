@@ -3,102 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import FrameType
 from typing import NamedTuple, TypeVar
 
 from composable_fsdp.errors import LifecycleError
-
-
-class RunningPass:
-    """A forward or backward pass of a root.
-
-    Args:
-        kind: ``"forward"`` or ``"backward"``.
-        module: the root module of a forward; the current module of a backward.
-        caller: the Python frame that runs a forward; ``None`` for a backward, which has an :class:`EndOfRun`.
-    """
-
-    __slots__ = (
-        "_caller",
-        "_raised",
-        "_summary",
-        "began",
-        "kind",
-        "module",
-        "raised_in",
-        "run_has_ended",
-        "succeeded",
-    )
-
-    def __init__(self, kind: str, module: str, caller: FrameType | None) -> None:
-        self.kind = kind
-        self.module = module
-        self.raised_in = module
-        """The module in which the last exception was raised."""
-        self.run_has_ended = False
-        """True if autograd's run of a backward is over. Set by :class:`EndOfRun`."""
-        self.succeeded = False
-        """True if it has ended without an exception."""
-        self.began: float | None = None
-        """The time at which it began, for traces."""
-        self._caller = caller
-        self._raised = 0
-        self._summary = ""
-
-    def note(self, error: BaseException, module: str) -> None:
-        """Note that ``error`` left ``module``. It ends the pass unless it is caught further up."""
-        if self._raised != id(error):
-            self._raised, self._summary, self.raised_in = id(error), error_summary(error), module
-
-    @property
-    def failure(self) -> str:
-        """The text that reports the last noted exception as the end of the pass."""
-        return f"raised {self._summary} in the {self.kind} of {self.raised_in}"
-
-    @property
-    def left(self) -> str:
-        """The report of an unexpected end, for other ranks; empty while the pass runs. Any thread may read it."""
-        if self._caller is not None:
-            return f"was interrupted in the {self.kind} of {self.module}" if has_ended(self._caller) else ""
-        if not self.run_has_ended:
-            return ""
-        return self.failure if self._summary else f"raised in the {self.kind} of {self.module}"
-
-
-class EndOfRun:
-    """The callback that autograd calls when its run of the backward ``running`` succeeds.
-
-    Only autograd may hold a reference. Then it is deleted when the run ends, before the exception of a failed run is
-    raised in the thread that called autograd.
-    """
-
-    __slots__ = ("_end", "_running")
-
-    def __init__(self, end: Callable[[], None], running: RunningPass) -> None:
-        self._end, self._running = end, running
-
-    def __call__(self) -> None:
-        try:
-            self._end()
-        except BaseException:  # its traceback may keep this object alive for long
-            self._running.run_has_ended = True
-            raise
-
-    def __del__(self) -> None:
-        self._running.run_has_ended = True
-
-
-def error_summary(error: BaseException) -> str:
-    """Return the type of ``error`` and the first line of its text, and the last exception of a traceback in it."""
-    try:
-        text = str(error)
-    except Exception:  # of the class of the program
-        text = "<its text cannot be read>"
-    _, header, inner = text.rpartition("Traceback (most recent call last):\n")
-    raised = [line for line in inner.splitlines() if header and line[:1].strip()]  # lines of the stack are indented
-    return " ".join([": ".join([type(error).__name__, *text.splitlines()[:1]]), *raised[:1]])
 
 
 def has_ended(frame: FrameType) -> bool:

@@ -152,6 +152,11 @@ class AutogradTask:
         """True while autograd runs another backward inside this one, as reentrant checkpoints do."""
         return self.number != -1 and self.number != _current_task()  # a tuple doubles the cost
 
+    @property
+    def is_outside(self) -> bool:
+        """True if what runs now is no part of a backward."""
+        return _current_task() == -1
+
 
 class ParamGroup:
     """Parameters that are unsharded, freed and reduced together: their tensors, both state tables and their reduction.

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import PyTree
 
-from composable_fsdp._core.backward import PassesUnderway
 from composable_fsdp._core.context import dual_numbers, in_transform, layers_of, outside_callers_context, runs_outside
 from composable_fsdp._core.events import has_ended
 from composable_fsdp._core.group import AutogradTask
@@ -106,7 +105,7 @@ def assemble(root_state: FSDPState) -> Root:
         observer.before_assembly(root_state, states)
     # The root of all states below, in the order of modules.
     launcher = StreamLauncher(CommStreams(root_state.group.axes.device))
-    root = Root(root_state, states, launcher, AutogradTask(), PassesUnderway(), OBSERVERS)
+    root = Root(root_state, states, launcher, AutogradTask(), OBSERVERS)
     _register(root)
     # Roots that are now inside of it end, and leave their settings.
     for former in dict.fromkeys(root_of(state) for state in states.values() if state.root is not None):
@@ -437,9 +436,6 @@ def abort_call(state: FSDPState) -> None:
     """End a call that raised, while its exception is being handled."""
     call, error = state.calls_under_way.pop(), sys.exc_info()[1]
     call.end()
-    if error is not None:
-        for observer in OBSERVERS:
-            observer.raised(error)
     if not call.is_inner:
         call.root.abort_forward(call, error)
 

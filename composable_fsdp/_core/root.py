@@ -22,7 +22,6 @@ import torch
 
 from composable_fsdp._core.backward import (
     Finalization,
-    PassesUnderway,
     Progress,
     ReductionQueue,
     another_thread,
@@ -125,6 +124,7 @@ class Root:
         post_optimizer_event: the event after the optimizer's step, for which the next forward's first gather waits.
         refuse: set while no module may run: raises the error that says why. Else ``None``.
         leads_to_backward: returns whether a backward may follow what runs now. An observer may replace it.
+        outermost: the state of the outermost module of the current forward; else ``None``.
         progress: the progress of the current or last backward.
         observers: the observers, bound for each event.
     """
@@ -135,7 +135,6 @@ class Root:
         states: Mapping[str, FSDPState],
         launcher: Launcher,
         task: AutogradTask,
-        passes: PassesUnderway,
         observers: Sequence[Observer],
     ) -> None:
         self.root_state, self.states, self.launcher = root_state, states, launcher
@@ -146,9 +145,10 @@ class Root:
         self.plans = Planner(root_state, states, launcher)
         self.progress = Progress(states.values(), task)
         self.queue = ReductionQueue(self.plans)
-        self._passes = passes
         self._pass = IDLE
-        self._outermost: FSDPState | None = None
+        self._thread: threading.Thread | None = None
+        """The thread that began the current pass."""
+        self.outermost: FSDPState | None = None
         self._grad_mode = True
         """The grad mode of the outermost module's forward."""
         self.is_verified = False
@@ -161,7 +161,7 @@ class Root:
     def pre_forward(self, call: ForwardCall) -> None:
         """The forward ``call`` of a module begins."""
         state = call.state
-        if state is self._outermost or self._pass is BACKWARD:
+        if state is self.outermost or self._pass is BACKWARD:
             self._check_alive(state)
         if state.run is not None:  # another module of the group ran before, and shares its run
             call.run = state.run
@@ -209,7 +209,7 @@ class Root:
             if run.position >= 0:
                 self.progress.forwards.setdefault(run.record, set()).add(state)
         # The last module of the group frees it.
-        is_outermost = state is self._outermost
+        is_outermost = state is self.outermost
         if run.remaining and not is_outermost:
             return
         state.run = None
@@ -218,8 +218,8 @@ class Root:
             self._end_forward(state)
 
     def _begin_forward(self, call: ForwardCall) -> None:
-        self._pass, self._outermost = FORWARD, call.state
-        self._passes.begin_forward(self, call)
+        self._pass, self.outermost = FORWARD, call.state
+        self._begin_pass(FORWARD)
         # Before the first collective: ranks agree, and the optimizer is done.
         self.verify_ranks()
         if self.post_optimizer_event is not None:
@@ -259,16 +259,16 @@ class Root:
                     work.wait()
             succeeded = True
         finally:
-            self._pass, self._outermost = IDLE, None
-            self._passes.end(self, succeeded=succeeded)
+            self._pass, self.outermost = IDLE, None
+            self._end_pass(FORWARD, succeeded=succeeded)
 
     @runs_outside
     def abort_forward(self, call: ForwardCall, error: BaseException | None) -> None:
         """Reshard the state of ``call``, a forward that raised. Return to IDLE if it is the outermost one."""
         state = call.state
         if error is not None:
-            in_backward, ends_forward = self._pass is BACKWARD, state is self._outermost
-            self._passes.note(self, error, state, in_backward=in_backward, ends_forward=ends_forward)
+            for observe in self.observers.raised:
+                observe(self, call, error)
         # A recomputation: the backward around it goes on, or fails by itself.
         if self._pass is BACKWARD:
             return
@@ -276,7 +276,7 @@ class Root:
             self.plans.record.abort(state.group.pre_forward_event)
         state.run = None
         with suppress(PeerError, DivergenceError):  # the original error is being raised already
-            if state is self._outermost:
+            if state is self.outermost:
                 self._back_to_idle()
                 self.progress.forwards.pop(self.plans.record, None)
             else:
@@ -290,10 +290,9 @@ class Root:
         if self._pass is not BACKWARD:
             self._begin_backward()
         state, run = call.state, call.run
-        # Note that backward is here.
-        if self._passes.backward is not None and state is not self.root_state:
-            self._passes.backward.module = state.group.name
         self.progress.enter(call)
+        if state is not self.root_state:
+            self.progress.current = state
         if call.is_recomputed and state in self.queue.waiting:
             self.reduce_gradients(state)  # before a backward inside this one adds to them
         for observe in self.observers.enter_backward:
@@ -356,7 +355,7 @@ class Root:
             self.finish_reductions()
         for work in works:
             work.wait()
-        self._passes.end_backward(self)
+        self._end_pass(BACKWARD, succeeded=True)
         self._pass, self.progress.is_in_forward = FORWARD if self.progress.is_in_forward else IDLE, False
 
     def _end_backward_of(self, state: FSDPState) -> None:
@@ -386,12 +385,22 @@ class Root:
         self.progress.begin(is_in_forward=self._pass is FORWARD)
         self._pass = BACKWARD
         self.drain_before_changes()
-        self.launcher.at_end_of_backward(self._passes.begin_backward(self))
+        self._begin_pass(BACKWARD)
+        self.launcher.at_end_of_backward(self.end_backward)
         self.plans.begin_backward()
         self.queue.begin_backward()
         for state in self.states.values():
             if state.group.were_summed:
                 state.group.hold_set_gradients()
+
+    def _begin_pass(self, which: Pass) -> None:
+        self._thread = threading.current_thread()
+        for observe in self.observers.begin_pass:
+            observe(self, which)
+
+    def _end_pass(self, which: Pass, *, succeeded: bool) -> None:
+        for observe in self.observers.end_pass:
+            observe(self, which, succeeded)
 
     # -- actions of several hooks
 
@@ -604,8 +613,11 @@ class Root:
             state.open_calls, state.kept, state.run = 0, None, None
         self.progress.forget()
         self.queue.waiting.clear()
-        self._passes.end(self)
-        self._pass, self._outermost, self.progress.is_in_forward = IDLE, None, False
+        if self._pass is FORWARD or self.progress.is_in_forward:
+            self._end_pass(FORWARD, succeeded=False)
+        if self._pass is BACKWARD:
+            self._end_pass(BACKWARD, succeeded=False)
+        self._pass, self.outermost, self.progress.is_in_forward = IDLE, None, False
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""
@@ -628,11 +640,11 @@ class Root:
         """Raise a ``LifecycleError`` if another thread is inside a pass, or no module may run."""
         if self.refuse is not None:
             self.refuse()
-        thread = self._passes.thread
+        thread = self._thread
         if self._pass is IDLE or thread is None or thread is threading.current_thread():
             return
-        recomputes = torch._C._current_graph_task_id() != -1  # autograd has one thread for each device
-        if self._pass is FORWARD or (self._passes.runs_backward and not recomputes):
+        # A recomputation is in a thread of autograd, which has one for each device.
+        if self._pass is FORWARD or self.progress.task.is_outside:
             raise another_thread(state, thread, self._pass.value, self.root_state)
 
     def check_available(self) -> None:
@@ -642,12 +654,8 @@ class Root:
 
     def _check_alive(self, state: FSDPState) -> None:
         """Raise an error if an earlier pass ended in an exception without recovery."""
-        died = (
-            state is self._outermost
-            if self._pass is FORWARD
-            else self._pass is BACKWARD and self._passes.is_outside_autograd
-        )
-        if died:
+        has_failed = state is self.outermost if self._pass is FORWARD else self.progress.task.is_outside
+        if self._pass is not IDLE and has_failed:
             raise left_by_an_exception(state, self._pass.value, self.root_state)
 
     def verify_ranks(self) -> None:

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils._pytree import PyTree
 from torch.utils.hooks import RemovableHandle
 
-from composable_fsdp._core.events import Hook, Pass, RunningPass
+from composable_fsdp._core.backward import Progress
+from composable_fsdp._core.events import Hook, Pass
 from composable_fsdp._core.memory import CommStreams, Work
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.schedule import Planner
@@ -34,11 +35,15 @@ class ObservedRoot(Protocol):
     """The members of a root that observers use."""
 
     root_state: FSDPState
-    """The state of the outermost module, which has the options of all."""
+    """The state of the root's module, which has the options of all."""
+    outermost: FSDPState | None
+    """The state of the outermost module of the current forward. It may be one below the root's."""
     states: Mapping[str, FSDPState]
     """All FSDP states, by name, in module order."""
     plans: Planner
     """The plan of the passes, and the record of the last forward."""
+    progress: Progress
+    """How far the current or last backward is."""
     observers: Observers
     leads_to_backward: Callable[[], bool]
     """Returns whether a backward may follow what runs now."""
@@ -115,9 +120,6 @@ class Observer:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that ``optimizer`` has stepped, as ``before_step`` does."""
 
-    def raised(self, error: BaseException) -> None:
-        """Note that ``error`` is leaving a forward, whose parameters are unsharded still."""
-
     # Of a root.
 
     def for_root(self, root: ObservedRoot) -> Observer | None:
@@ -130,17 +132,20 @@ class Observer:
     def before_first_hook(self, root: ObservedRoot) -> None:
         """Note that the root is idle, and the first hook of a pass begins. Observers may be added and removed here."""
 
-    def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+    def begin_pass(self, root: ObservedRoot, which: Pass) -> None:
         """Note that a forward or a backward begins. Nothing is gathered yet."""
 
-    def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+    def end_pass(self, root: ObservedRoot, which: Pass, succeeded: bool) -> None:
         """Note that a forward or a backward has ended, or was given up after an exception.
 
-        A backward that failed is given up in the next forward, or in ``reset_iter_state``.
+        A backward that failed is given up in ``reset_iter_state``.
         """
 
-    def failed(self, root: ObservedRoot, running: RunningPass) -> None:
-        """Note that an exception has ended a forward."""
+    def raised(self, root: ObservedRoot, call: ForwardCall, error: BaseException) -> None:
+        """Note that ``error`` is leaving the module of ``call``, whose parameters are unsharded.
+
+        It ends the forward if the module is the outermost one. Else, or if it is recomputed, the program may catch it.
+        """
 
     def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
         """Note that a forward of ``outermost`` is about to gather the first group."""
@@ -219,6 +224,7 @@ _BEGINNINGS = (
     "before_first_collective",
     "before_first_hook",
     "begin_pass",
+    "raised",
     "begin_forward",
     "enter_forward",
     "enter_call",
@@ -230,7 +236,7 @@ _BEGINNINGS = (
     "reset",
 )
 _ENDS = (
-    *("end_pass", "failed", "leave_backward", "after_hook", "end_run", "end_forward", "end_backward", "before_end"),
+    *("end_pass", "leave_backward", "after_hook", "end_run", "end_forward", "end_backward", "before_end"),
     *("kept", "unsharded", "have_met", "after_reset"),
 )
 

@@ -329,23 +329,7 @@ class _ReplayedTask:
     """Autograd's task of the only backward."""
 
     number = outermost = -1
-    is_around_another = False
-
-
-class _Unwatched:
-    """Passes of which nobody is told."""
-
-    thread = backward = None
-    runs_backward = is_outside_autograd = False
-
-    def begin_forward(self, root: Root, outermost: ForwardCall) -> None: ...
-
-    def begin_backward(self, root: Root) -> Callable[[], None]:
-        return root.end_backward
-
-    def end_backward(self, root: Root) -> None: ...
-
-    def end(self, root: Root, *, succeeded: bool = False) -> None: ...
+    is_around_another = is_outside = False
 
 
 class _Hooks(Observer):

@@ -93,7 +93,7 @@ from composable_fsdp.plugins.skipped_modules import SkippedModules
 from composable_fsdp.plugins.spmd_types import SpmdTypes, read_types, without_type_checks
 from composable_fsdp.plugins.torch_views import TorchViews
 from composable_fsdp.plugins.visible_collectives import Visible
-from composable_fsdp.plugins.watched_waits import OrderCheckLevel, ReportedPasses, TracedPasses, watched
+from composable_fsdp.plugins.watched_waits import OrderCheckLevel, ReportedPasses, watched
 
 __all__ = [
     "AROUND",
@@ -170,7 +170,6 @@ DEFAULT: tuple[type[Observer], ...] = (
     OptimizerChecks,  # before Recovery: a step that they refuse has not begun
     Recovery,  # before others that are told of the end of a reset, so that it is told last: it may refuse
     ReportedPasses,
-    TracedPasses,
     OrderCheckLevel,
     TorchViews,
     ManagedModules,

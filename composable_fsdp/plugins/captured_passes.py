@@ -6,7 +6,7 @@ with all groups sharded and all earlier gradients reduced, and the host reads no
 
 from __future__ import annotations
 
-from composable_fsdp._core.events import HELD_GRADIENTS, ParameterState, RunningPass
+from composable_fsdp._core.events import HELD_GRADIENTS, ParameterState, Pass
 from composable_fsdp._core.memory import capture_error
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState
@@ -27,12 +27,12 @@ class CapturedPasses(Observer):
             text = "the first forward compares ranks on the host and connects process groups"
             raise capture_error(root.root_state.name, text, "Run some steps before the capture.")
 
-    def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+    def begin_pass(self, root: ObservedRoot, which: Pass) -> None:
         continues, self._is_captured = self._is_captured, root.streams.device.is_capturing()
         if not self._is_captured or continues:
             return
         name = root.root_state.name
-        if running.kind == "backward":
+        if which is Pass.BACKWARD:
             raise capture_error(name, "the forward of this backward was not captured", "Capture both.")
         if root.reductions_are_in_flight:
             text = "gradients of an earlier backward are still being reduced, which a captured stream cannot wait for"

@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp._consistency.watchdog import note_end
 from composable_fsdp._core.params import find_parameter, in_functional_call
-from composable_fsdp._core.seams import HookHandles, Observer
-from composable_fsdp._core.state import FSDPState, GlobalHooks, state_of, state_of_parameter
+from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
+from composable_fsdp._core.state import ForwardCall, FSDPState, GlobalHooks, state_of, state_of_parameter
 from composable_fsdp.errors import LifecycleError, printable
 
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -60,7 +60,7 @@ class ExplainedErrors(Observer):
     def after_copy(self, state: FSDPState, clone: FSDPState) -> None:
         uncaught_errors.keep_for(clone)
 
-    def raised(self, error: BaseException) -> None:
+    def raised(self, root: ObservedRoot, call: ForwardCall, error: BaseException) -> None:
         explain(error)
 
 

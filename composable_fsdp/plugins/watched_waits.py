@@ -9,13 +9,15 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
+from torch.utils.checkpoint import _StopRecomputationError
 
 from composable_fsdp import trace
 from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker, order_check_from
 from composable_fsdp._consistency.process_groups import LostError, timeout_of
 from composable_fsdp._consistency.rank_report import ENDED_AT, REPORTED_AT, OperationId
 from composable_fsdp._consistency.rendezvous import StoreRendezvous
-from composable_fsdp._consistency.watchdog import GiveUp, Watchdog, job_watchdog
+from composable_fsdp._consistency.watchdog import EndOfRun, GiveUp, RunningPass, Watchdog, job_watchdog
 from composable_fsdp._core.comm import (
     SUM,
     Around,
@@ -26,11 +28,11 @@ from composable_fsdp._core.comm import (
     communicators,
     find,
 )
-from composable_fsdp._core.events import RunningPass
+from composable_fsdp._core.events import Pass
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
-from composable_fsdp._core.state import FSDPState, connections
+from composable_fsdp._core.state import ForwardCall, FSDPState, connections
 from composable_fsdp.errors import FSDPError, PeerError
 
 # -- The decorator of communicators that reports waits to the watchdog of the job, and lets ranks compare operations
@@ -273,42 +275,52 @@ class OrderCheckLevel(Observer):
 
 
 class ReportedPasses(Observer):
-    """Tells the watchdog of the job which passes of a root run, and how they end."""
+    """Tells the watchdog of the job which passes of a root run, and how they end. Those that succeed are traced."""
 
-    def for_root(self, root: ObservedRoot) -> Observer | None:
-        watchdog = job_watchdog()
-        return None if watchdog is None else _RootReports(watchdog)
+    def for_root(self, root: ObservedRoot) -> Observer:
+        return _RootReports(job_watchdog())
 
 
 class _RootReports(Observer):
-    """Tells ``watchdog`` of the passes of one root."""
+    """Tells ``watchdog``, if there is one, of the passes of one root."""
 
-    def __init__(self, watchdog: Watchdog) -> None:
+    def __init__(self, watchdog: Watchdog | None) -> None:
         self._watchdog = watchdog
+        self._running: dict[Pass, RunningPass] = {}
         self._completed = 0
         """The number of completed backwards."""
 
-    def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
-        self._watchdog.begin_pass(running)
-
-    def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
-        ends_step = running.succeeded and running.kind == "backward"
-        self._completed += ends_step
-        self._watchdog.end_pass(running, self._completed if ends_step else 0)
-
-    def failed(self, root: ObservedRoot, running: RunningPass) -> None:
-        self._watchdog.fail(running.failure)
-
-
-class TracedPasses(Observer):
-    """Emits a trace event for each pass that succeeds."""
-
-    def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+    def begin_pass(self, root: ObservedRoot, which: Pass) -> None:
+        state = root.root_state if root.outermost is None else root.outermost
+        running = self._running[which] = RunningPass(which.value, state.name)
         if trace.listeners:
             running.began = trace.now()
+        if which is Pass.FORWARD:
+            running.caller = state.calls_under_way[-1].caller
+        if self._watchdog is None:
+            return
+        if which is Pass.BACKWARD:
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(EndOfRun(running, lambda: (root.progress.current or state).name))
+        self._watchdog.begin_pass(running)
 
-    def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
-        if trace.listeners and running.succeeded:
-            operation = trace.Operation.FORWARD if running.kind == "forward" else trace.Operation.BACKWARD
-            name = running.module if running.kind == "forward" else root.root_state.name
+    def end_pass(self, root: ObservedRoot, which: Pass, succeeded: bool) -> None:
+        running = self._running.pop(which, None)
+        if running is None:
+            return
+        ends_step = succeeded and which is Pass.BACKWARD
+        self._completed += ends_step
+        if self._watchdog is not None:
+            self._watchdog.end_pass(running, self._completed if ends_step else 0)
+        if trace.listeners and succeeded:
+            operation = trace.Operation.BACKWARD if ends_step else trace.Operation.FORWARD
+            name = root.root_state.name if ends_step else running.module
             trace.emit(operation, name, begin=running.began)
+
+    def raised(self, root: ObservedRoot, call: ForwardCall, error: BaseException) -> None:
+        running = self._running.get(root.current_pass)
+        if running is None or isinstance(error, _StopRecomputationError):
+            return  # refused before it began, or a checkpoint stopped its recomputation early
+        running.note(error, call.name)
+        if self._watchdog is not None and running.caller is not None and call.state is root.outermost:
+            self._watchdog.fail(running.failure)

@@ -32,11 +32,11 @@ class Log(Observer):
     def before_first_collective(self, root: Any) -> None:
         self.lines.append("first collective")
 
-    def begin_pass(self, root: Any, running: Any) -> None:
-        self.lines.append(f"begin {running.kind}")
+    def begin_pass(self, root: Any, which: Any) -> None:
+        self.lines.append(f"begin {which.value}")
 
-    def end_pass(self, root: Any, running: Any) -> None:
-        self.lines.append(f"end {running.kind}{'' if running.succeeded else ' without success'}")
+    def end_pass(self, root: Any, which: Any, succeeded: bool) -> None:
+        self.lines.append(f"end {which.value}{'' if succeeded else ' without success'}")
 
     def enter_forward(self, root: Any, call: Any) -> None:
         self.lines.append(f"forward of {call.name}")
@@ -44,8 +44,8 @@ class Log(Observer):
     def enter_backward(self, root: Any, call: Any) -> None:
         self.lines.append(f"backward of {call.name}")
 
-    def failed(self, root: Any, running: Any) -> None:
-        self.lines.append(running.failure)
+    def raised(self, root: Any, call: Any, error: BaseException) -> None:
+        self.lines.append(f"{call.name} raised {error}")
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.lines.append(f"step of {type(optimizer).__name__}")
@@ -91,7 +91,7 @@ def test_an_observer_is_told_of_a_failed_pass(attach: Callable[[Observer], Obser
         model(torch.ones(2, 3))
     model.reset_iter_state()
     failure = log.lines[4]
-    assert re.match(r"raised RuntimeError: (addmm: )?mat1 and mat2 shapes cannot be multiplied", failure), failure
+    assert re.match(r"root raised (addmm: )?mat1 and mat2 shapes cannot be multiplied", failure), failure
     assert log.lines[5:] == ["end forward without success", "reset"]
 
 

@@ -437,11 +437,18 @@ def fail(*_: object) -> None:
     raise ArithmeticError("test failure")
 
 
-def backward_of(running: RunningPass, end: Callable[[], None], *, fails: bool) -> None:
+def report_to(running: RunningPass, end: Callable[[], object]) -> None:
+    """Let autograd tell ``running`` of the end of its run, and call ``end`` if it succeeds."""
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(EndOfRun(running, lambda: running.module))
+    engine.queue_callback(end)
+
+
+def backward_of(running: RunningPass, end: Callable[[], object], *, fails: bool) -> None:
     """Run a backward with the pass ``running``, in a graph whose last gradient may raise."""
     x = torch.ones(2, requires_grad=True)
     middle = x * 2
-    middle.register_hook(lambda _: Variable._execution_engine.queue_callback(EndOfRun(end, running)))
+    middle.register_hook(lambda _: report_to(running, end))
     if fails:
         x.register_hook(fail)
     middle.sum().backward()
@@ -450,7 +457,7 @@ def backward_of(running: RunningPass, end: Callable[[], None], *, fails: bool) -
 @pytest.mark.behaviour("H-01")
 @pytest.mark.parametrize("fails", [True, False], ids=["in a gradient", "in the callback"])
 def test_a_backward_that_raised_is_left_before_its_exception_is_caught(fails: bool) -> None:
-    running = RunningPass("backward", "root", None)
+    running = RunningPass("backward", "root")
     records: list[str] = []
     with pytest.raises(ArithmeticError) as caught:  # keeps the traceback and all of its frames
         backward_of(running, lambda: records.append(running.left) if fails else fail(), fails=fails)
@@ -461,7 +468,7 @@ def test_a_backward_that_raised_is_left_before_its_exception_is_caught(fails: bo
 
 @pytest.mark.behaviour("H-01")
 def test_a_backward_runs_while_others_begin_and_fail_inside_it() -> None:
-    outer, inner = RunningPass("backward", "outer", None), RunningPass("backward", "inner", None)
+    outer, inner = RunningPass("backward", "outer"), RunningPass("backward", "inner")
     records: list[str] = []
 
     class Reentrant(torch.autograd.Function):
@@ -478,9 +485,7 @@ def test_a_backward_runs_while_others_begin_and_fail_inside_it() -> None:
 
     x = torch.ones(2, requires_grad=True)
     out: torch.Tensor = cast(Any, Reentrant).apply(x) * 2
-    out.register_hook(
-        lambda _: Variable._execution_engine.queue_callback(EndOfRun(lambda: records.append(outer.left), outer))
-    )
+    out.register_hook(lambda _: report_to(outer, lambda: records.append(outer.left)))
     out.sum().backward()
     assert records == ["", "raised in the backward of inner", ""]
 

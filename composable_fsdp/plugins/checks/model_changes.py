@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._consistency.order_check import OrderCheck
-from composable_fsdp._core.events import RunningPass
+from composable_fsdp._core.events import Pass
 from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, find_state
 from composable_fsdp.errors import ExecutionOrderWarning, PlainParameterWarning
@@ -91,14 +91,15 @@ class ForwardOrder(Observer):
     def for_root(self, root: ObservedRoot) -> Observer:
         return ForwardOrder()
 
-    def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+    def end_pass(self, root: ObservedRoot, which: Pass, succeeded: bool) -> None:
         """Compare the order of a completed forward with the first one.
 
         Warns:
             ExecutionOrderWarning: they differ. It is warned once.
         """
-        is_whole = running.kind == "forward" and running.module == root.root_state.name and running.succeeded
-        if self._has_warned or not is_whole:
+        if self._has_warned or not succeeded or which is not Pass.FORWARD:
+            return
+        if root.plans.record.events[-1].group != root.root_state.name:  # a module below the root ran by itself
             return
         if root.root_state.options.of_plugins.get("order check") is OrderCheck.OFF:
             return

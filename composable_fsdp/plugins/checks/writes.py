@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.autograd.graph import increment_version
 
-from composable_fsdp._core.events import ParameterState, Pass, RunningPass
+from composable_fsdp._core.events import ParameterState, Pass
 from composable_fsdp._core.gather import AnyBucket
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.memory import Work
@@ -126,7 +126,7 @@ class UnshardedWrites(Observer):
         self._known: WeakKeyDictionary[FSDPState, _Known] = WeakKeyDictionary()
         self._refused: list[ParameterError | None] = []
 
-    def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+    def begin_pass(self, root: ObservedRoot, which: Pass) -> None:
         kept = (state for state in root.states.values() if state.kept is not None)
         _raise(*[self._keep(root, state, compares_values=False) for state in kept])  # once all have their own values
 

@@ -20,9 +20,8 @@ from functools import cache
 
 import torch
 
-from composable_fsdp._consistency.rank_report import OperationId
+from composable_fsdp._consistency.rank_report import OperationId, error_summary
 from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
-from composable_fsdp._core.events import error_summary
 from composable_fsdp.errors import FSDPError, PeerError
 from composable_fsdp.plugins.shared_memory.collective import Operation
 from composable_fsdp.plugins.shared_memory.peer_errors import Peers

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from composable_fsdp._consistency.rank_report import LOOK, RankReport, order_text, reports_text
-from composable_fsdp._core.events import error_summary
+from composable_fsdp._consistency.rank_report import LOOK, RankReport, error_summary, order_text, reports_text
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
 
