@@ -38,7 +38,7 @@ def left_by_an_exception(state: FSDPState, kind: str, root: FSDPState) -> Lifecy
     )
 
 
-def unseen_output(state: FSDPState) -> LifecycleError:
+def unwatched_output(state: FSDPState) -> LifecycleError:
     """Return the error for a backward that used parameters of ``state`` while they were sharded."""
     return LifecycleError(
         f"backward reached {state.name!r} through a tensor that its forward did not show, so gradients are wrong. If "
@@ -98,7 +98,7 @@ _SLACK_DIVISOR = 8
 #
 # The backward of a module ends when the gradients of its inputs are complete. A hook on the nodes of the inputs tells
 # so (``call.awaits``). There is none if no input needs a gradient (the first layer), if an input was changed in place,
-# inside of transforms, or if a recomputation only refills saved tensors. Such runs are in ``record.unseen``.
+# inside of transforms, or if a recomputation only refills saved tensors. ``record.ends_without_hook`` has such runs.
 # What ends them instead, in this order:
 #   1. the last gradient of the group, if all of its parameters are trainable: ``Progress.is_over_for``;
 #   2. else the end of the whole backward, by autograd's callback: ``Root._end_backward_of``.
@@ -148,7 +148,7 @@ class Progress:
         self._states = states
         self.forwards: dict[ForwardRecord, set[FSDPState]] = {}
         self._reached_forwards: set[ForwardRecord] = set()
-        self._unseen_exits: list[ForwardCall] = []
+        self._exits_before_entry: list[ForwardCall] = []
         """Calls whose input gradients were complete before a hook saw any output gradient."""
         self._entered_at: dict[FSDPState, list[Node | None]] = {}
         """The nodes of the outputs at which this backward entered states that may hold gradients of several ones."""
@@ -184,8 +184,8 @@ class Progress:
     def leave(self, call: ForwardCall) -> None:
         """Note that the gradients of ``call``'s inputs are complete."""
         # If a call's output is its input, the output's hook follows at once.
-        if call.state not in self.reached and not self.was_seen(call.state):
-            self._unseen_exits.append(call)
+        if call.state not in self.reached and not self.has_entered(call.state):
+            self._exits_before_entry.append(call)
         call.run.awaited -= 1
         if call.counted_in == self.number:
             call.counted_in = -1
@@ -198,9 +198,9 @@ class Progress:
             LifecycleError: gradients entered a module through an output that its hooks did not see.
         """
         # A call that was left and never entered had an output that no hook saw.
-        for call in self._unseen_exits:
+        for call in self._exits_before_entry:
             if call.entered != self.number:
-                raise unseen_output(call.state)
+                raise unwatched_output(call.state)
         for record in self._reached_forwards:
             self.forwards.pop(record, None)
         self.forget()
@@ -222,11 +222,11 @@ class Progress:
         """Forget the backward, which is over or failed. What follows belongs to the next one."""
         self.number += 1
         self._entered_at.clear()
-        self._unseen_exits.clear()
+        self._exits_before_entry.clear()
         self._reached_forwards.clear()
         self.task.number = -1
 
-    def was_seen(self, state: FSDPState) -> bool:
+    def has_entered(self, state: FSDPState) -> bool:
         """Return whether backward reached ``state`` through an output that its hooks saw, or did not need to."""
         is_reached = state in self.reached or not state.options.unshard_in_backward
         return is_reached or state.group.parameter_state is _UNSHARDED
@@ -249,8 +249,8 @@ class Progress:
 class ReductionQueue:
     """The reductions of one root, in the order of their launch. Each holds memory until it is finished."""
 
-    def __init__(self, plans: Planner) -> None:
-        self._plans = plans
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
         self._in_flight: deque[GroupReduction] = deque()
         self._unread: list[GroupReduction] = []
         """Reductions before those in flight, which hold no buffers any more. Flags of the first block the host."""
@@ -264,20 +264,20 @@ class ReductionQueue:
         self._fusions_for: object = None
 
     def begin_backward(self) -> None:
-        self._limit = self._plans.max_reductions
-        if self._fusions_for != self._plans.fused_for:
-            self._fusions_for = self._plans.fused_for
+        self._limit = self._planner.max_reductions
+        if self._fusions_for != self._planner.fused_for:
+            self._fusions_for = self._planner.fused_for
             self._fusions.clear()
 
     @property
     def dissolved(self) -> list[FSDPState]:
         """The states whose fusion was given up, and stays so until settings or plans change."""
-        is_current = self._plans.is_current and self._fusions_for == self._plans.fused_for
+        is_current = self._planner.is_current and self._fusions_for == self._planner.fused_for
         return [state for state, fusion in self._fusions.items() if not fusion] if is_current else []
 
     def dissolve(self, states: Iterable[FSDPState]) -> None:
         """Give up the fusions of ``states``."""
-        self._fusions_for = self._plans.fused_for
+        self._fusions_for = self._planner.fused_for
         self._fusions.update(dict.fromkeys(states, ()))
 
     def send(self, state: FSDPState, *, at_end: bool = False, is_held: bool = False) -> None:
@@ -295,7 +295,7 @@ class ReductionQueue:
         # Choose the groups that are reduced together.
         members = [state.group] if is_held else self._ready_with(state, at_end=at_end)
         # Groups without gradients drop out. The launch takes the gradients.
-        launcher, is_partial = self._plans.launcher, not is_held and state.keeps_partial
+        launcher, is_partial = self._planner.launcher, not is_held and state.keeps_partial
         reduction = reduce_together(members, launcher.streams, self._fused_buckets, is_partial=is_partial)
         if reduction is None:
             return
@@ -347,7 +347,7 @@ class ReductionQueue:
         self._in_flight.extendleft(reversed(self._unread))
         self._unread.clear()
         while self._in_flight:
-            self._plans.launcher.finish(self._in_flight.popleft())
+            self._planner.launcher.finish(self._in_flight.popleft())
 
     def abandon(self) -> None:
         """Forget all reductions in flight, which will not complete."""
@@ -356,7 +356,7 @@ class ReductionQueue:
 
     def _find_fusion(self, state: FSDPState) -> Sequence[FSDPState]:
         """Return and note the states whose reductions are fused with those of ``state`` in this backward."""
-        members = [self._plans.states[name] for name in self._plans.fused.get(state.group.name, ())]
+        members = [self._planner.states[name] for name in self._planner.fused.get(state.group.name, ())]
         fusion = [
             member
             for member in members
@@ -387,7 +387,7 @@ class ReductionQueue:
         """
         for _ in range(len(self._in_flight)):
             reduction = self._in_flight.popleft()
-            self._plans.launcher.start(reduction)
+            self._planner.launcher.start(reduction)
             self._in_flight.append(reduction)
 
 

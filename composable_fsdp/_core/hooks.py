@@ -244,7 +244,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *, is_outermost: bool) -> None:
     sharded = sharded_parameters(optimizer)
     note_optimizer_step([p for p, _ in sharded])
     for root in roots_stepped_by(optimizer, sharded):
-        root.plans.steps.note(is_outermost=is_outermost)
+        root.planner.steps.note(is_outermost=is_outermost)
 
 
 def roots_stepped_by(
@@ -562,7 +562,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> Py
 
     # The end of backward: the only input, the last of several, or none that a hook could see.
     if not input_nodes:
-        call.end_unseen()
+        call.end_without_hook()
     elif len(input_nodes) == 1:
         call.await_inputs()
         input_nodes[0].register_hook(call.on_last_input_gradient)

@@ -27,7 +27,7 @@ from composable_fsdp._core.backward import (
     another_thread,
     check_settings,
     left_by_an_exception,
-    unseen_output,
+    unwatched_output,
     warn_of_lost_gradients,
 )
 from composable_fsdp._core.context import (
@@ -142,9 +142,9 @@ class Root:
         self.post_optimizer_event: Any = None
         self.refuse: Callable[[], None] | None = None
         self.leads_to_backward: Callable[[], bool] = torch.is_grad_enabled
-        self.plans = Planner(root_state, states, launcher)
+        self.planner = Planner(root_state, states, launcher)
         self.progress = Progress(states.values(), task)
-        self.queue = ReductionQueue(self.plans)
+        self.queue = ReductionQueue(self.planner)
         self._pass = IDLE
         self._thread: threading.Thread | None = None
         """The thread that began the current pass."""
@@ -175,9 +175,9 @@ class Root:
         call.run = run
         # Gather what the run needs, and what comes after it.
         if recomputes:  # each recomputation is a run of its own
-            self.unshard(state, self.plans.eager(state.group.name, in_backward=True, recomputes=True), "backward")
+            self.unshard(state, self.planner.eager(state.group.name, in_backward=True, recomputes=True), "backward")
             return
-        run.planned = self.plans.next_run(state)
+        run.planned = self.planner.next_run(state)
         if len(state.module_ids) > 1:
             run.remaining = set(state.module_ids)
         state.run = run  # before the gather, which may raise: the record has the run
@@ -203,7 +203,7 @@ class Root:
             observe(self, state)
         # The first end of the run gives it a place in the record, to which backward comes back.
         if run.record is NO_RECORD:
-            run.record = self.plans.record
+            run.record = self.planner.record
             leads_to_backward = has_grad and bool(state.group.plan.specs)
             run.position = run.record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
             if run.position >= 0:
@@ -235,10 +235,10 @@ class Root:
             observe(self, call.state)
         # Groups that stayed unsharded are used if they are fresh, and asked again in the next forward.
         for other in self.states.values():
-            if other.kept is not None and self.plans.is_stale(other):
+            if other.kept is not None and self.planner.is_stale(other):
                 self.launcher.free(other.group)
                 other.kept = None
-        self.plans.begin_forward(leads_to_backward=self._grad_mode)
+        self.planner.begin_forward(leads_to_backward=self._grad_mode)
 
     @_hook(Hook.END_FORWARD)
     def _end_forward(self, _: FSDPState) -> None:
@@ -251,7 +251,7 @@ class Root:
                 self.free_after_forward(other, None, has_grad=self.leads_to_backward())
             if other.group.parameter_state is _UNSHARDING:
                 self.launcher.free(other.group)
-        self.plans.end_forward()
+        self.planner.end_forward()
         succeeded = False
         try:
             for observe in self.observers.before_end:
@@ -273,12 +273,12 @@ class Root:
         if self._pass is BACKWARD:
             return
         if state.run is not None and state.run.record is NO_RECORD:
-            self.plans.record.abort(state.group.pre_forward_event)
+            self.planner.record.abort(state.group.pre_forward_event)
         state.run = None
         with suppress(PeerError, DivergenceError):  # the original error is being raised already
             if state is self.outermost:
                 self._back_to_idle()
-                self.progress.forwards.pop(self.plans.record, None)
+                self.progress.forwards.pop(self.planner.record, None)
             else:
                 self.launcher.free(state.group)
 
@@ -299,15 +299,15 @@ class Root:
             observe(self, call)
         # Gather again what the forward has freed.
         if state.options.unshard_in_backward:
-            self.unshard(state, self.plans.backward_of(run.record, run.position, state.group.name), "backward")
+            self.unshard(state, self.planner.backward_of(run.record, run.position, state.group.name), "backward")
 
     @_hook(_GRAD_READY)
     def gradient_ready(self, state: FSDPState) -> None:
         """The gradients of ``state`` are complete."""
         if self._pass is not BACKWARD:
             self._begin_backward()  # no hook saw an output of the module
-        if state not in self.progress.reached and not self.progress.was_seen(state):
-            raise unseen_output(state)
+        if state not in self.progress.reached and not self.progress.has_entered(state):
+            raise unwatched_output(state)
         options = state.options
         if state.open_calls > 0:
             if self.launcher.has_streams and state.frees_before_reduction:
@@ -327,7 +327,7 @@ class Root:
         self.progress.leave(call)
         for observe in self.observers.leave_backward:
             observe(self, call)
-        if run.position in run.record.unseen:
+        if run.position in run.record.ends_without_hook:
             return  # the last gradient, or the end of backward, comes later. Note: ends that no hook sees
         if run.awaited <= 0 and state.options.reshard_after_backward and not state.user_states:
             self.launcher.free(state.group)  # Note: order of free, wait and reduce
@@ -376,7 +376,7 @@ class Root:
         if not group.unshard_started:
             return  # its slices stay, as the forward has left them
         self.launcher.wait(state.group)  # gathered ahead for a run that did not come
-        state.note_kept(self.plans.seen_steps)
+        state.note_kept(self.planner.steps_at_forward)
         for observe in self.observers.kept:
             observe(self, state)
 
@@ -387,7 +387,7 @@ class Root:
         self.drain_before_changes()
         self._begin_pass(BACKWARD)
         self.launcher.at_end_of_backward(self.end_backward)
-        self.plans.begin_backward()
+        self.planner.begin_backward()
         self.queue.begin_backward()
         for state in self.states.values():
             if state.group.were_summed:
@@ -406,7 +406,7 @@ class Root:
 
     def unshard(self, state: FSDPState, planned: PlannedRun, direction: str) -> None:
         """Make the parameters of ``state`` and of its owners ready, and gather what is ``planned`` ahead."""
-        plans, launcher = self.plans, self.launcher
+        planner, launcher = self.planner, self.launcher
         needed = (state, *state.owner_states) if state.owner_states else (state,)
         # What is needed now.
         is_late = planned.before_wait
@@ -414,17 +414,17 @@ class Root:
             if member.group.parameter_state not in UNSHARD_STARTED:
                 is_late = True
                 if member is state:
-                    launcher.gather(*plans.gather_of(planned.own, planned.fused, direction))
+                    launcher.gather(*planner.gather_of(planned.own, planned.fused, direction))
                 else:  # maybe of another root
-                    launcher.gather(*plans.gather_of((member.group.name,), planned.fused, direction, (member.group,)))
+                    launcher.gather(*planner.gather_of((member.group.name,), planned.fused, direction, (member.group,)))
         # It was gathered ahead: wait first. Note: order of free, wait and reduce
         if not is_late:
             for member in needed:
                 launcher.wait(member.group)
         # What comes next, if there is memory for it.
         for names in planned.ahead:
-            if self.states[names[0]].group.parameter_state not in UNSHARD_STARTED and plans.fits(names):
-                launcher.gather(*plans.gather_of(names, planned.fused, direction))
+            if self.states[names[0]].group.parameter_state not in UNSHARD_STARTED and planner.fits(names):
+                launcher.gather(*planner.gather_of(names, planned.fused, direction))
         if is_late:
             for member in needed:
                 launcher.wait(member.group)
@@ -432,7 +432,7 @@ class Root:
     def free_after_forward(self, state: FSDPState, planned: PlannedRun | None, *, has_grad: bool) -> None:
         """Free, shrink or keep ``state`` and its owners after a forward, as their settings and ``planned`` say."""
         if state.keeps_unsharded:
-            state.note_kept(self.plans.seen_steps)
+            state.note_kept(self.planner.steps_at_forward)
             return
         for member in (state, *state.owner_states) if state.owner_states else (state,):
             if member.is_in_use:
@@ -441,10 +441,10 @@ class Root:
             kind = member.options.reshard.kind
             stays = kind is _NEVER or (kind is _AUTO and member is self.root_state and has_grad)
             kept = planned.keep if planned is not None and has_grad and self._grad_mode else None
-            if stays or (kept and self.plans.keeps(member, kept)):
-                member.note_kept(self.plans.seen_steps)
+            if stays or (kept and self.planner.keeps(member, kept)):
+                member.note_kept(self.planner.steps_at_forward)
             elif kind is _SMALLER and has_grad:
-                member.note_kept(self.plans.seen_steps)
+                member.note_kept(self.planner.steps_at_forward)
                 self.launcher.shrink(member.group, member.options.reshard.mesh_size)
             else:
                 self.launcher.free(member.group)
@@ -461,8 +461,8 @@ class Root:
         held = state.group.gradient_state
         if held not in LOCAL_GRADIENTS and not (at_end and held is _PARTIAL and not state.keeps_partial):
             return
-        if held is _ARRIVING and not self.progress.was_seen(state):
-            raise unseen_output(state)
+        if held is _ARRIVING and not self.progress.has_entered(state):
+            raise unwatched_output(state)
         if state.backward_wrappers.post_backward is None:
             self.queue.send(state, at_end=at_end)
         else:
@@ -472,7 +472,7 @@ class Root:
 
     def act_by(self, launcher: Launcher) -> None:
         """Let ``launcher`` do what this root decides from now on."""
-        self.launcher = self.plans.launcher = launcher
+        self.launcher = self.planner.launcher = launcher
 
     @property
     def streams(self) -> CommStreams:
@@ -502,17 +502,17 @@ class Root:
         for observe in self.observers.before_first_hook:
             observe(self)
         self.verify_ranks()
-        if not state.is_running and self.plans.is_stale(state):
+        if not state.is_running and self.planner.is_stale(state):
             state.reshard()
             state.kept = None
         is_new = not state.group.can_skip_unshard
         self.launcher.gather((state.group,), f"all-gather of {state.group.name}")
         if is_new:
-            state.note_kept(self.plans.steps.number)
+            state.note_kept(self.planner.steps.number)
             for observe in self.observers.unsharded:
                 observe(self, state)
         elif state.kept is None:
-            state.note_kept(self.plans.seen_steps)
+            state.note_kept(self.planner.steps_at_forward)
 
     def drain(self) -> None:
         self.queue.drain()
@@ -595,7 +595,7 @@ class Root:
         if have_met:  # they may have gathered different groups
             for observe in self.observers.have_met:
                 observe(self)
-            self.plans.forget()
+            self.planner.forget()
         self.progress.forwards.clear()
         for observe in self.observers.after_reset:
             observe(self)
@@ -626,7 +626,7 @@ class Root:
 
     def _forget_before_step(self) -> None:
         """Forget the forwards from before the last optimizer step: they get no backward."""
-        if self.plans.steps.number != self.plans.seen_steps:
+        if self.planner.steps.number != self.planner.steps_at_forward:
             self.progress.forwards.clear()
 
     def has_shards_in(self, storages: Container[int]) -> bool:

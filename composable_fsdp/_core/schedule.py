@@ -237,7 +237,7 @@ class Planner:
 
     Attributes:
         steps: the step counter of the optimizers of the root's parameters.
-        seen_steps: their number at the last forward. Parameters kept unsharded since before a step are stale.
+        steps_at_forward: their number at the last forward. Parameters kept unsharded since before a step are stale.
         record: the record of the current or last forward.
         known: the record of the last forward that all ranks ran: it leads to a backward, or has gathered something.
         runs_on_all_ranks: True if all ranks run the current forward. Any other may run on some ranks only, so it must
@@ -249,7 +249,7 @@ class Planner:
     def __init__(self, root: FSDPState, states: Mapping[str, FSDPState], launcher: Launcher) -> None:
         self._root, self.states, self.launcher = root, states, launcher
         self.steps = OptimizerSteps()
-        self.seen_steps = 0
+        self.steps_at_forward = 0
         self.record = self.known = ForwardRecord()
         self.runs_on_all_ranks = False
         self.fused: Fusions = ALONE
@@ -265,7 +265,7 @@ class Planner:
     # -- the order
 
     def begin_forward(self, *, leads_to_backward: bool) -> None:
-        self.seen_steps = self.steps.number
+        self.steps_at_forward = self.steps.number
         self.runs_on_all_ranks = leads_to_backward
         self.refresh()
         plan = self._plan_of(self.known, None)

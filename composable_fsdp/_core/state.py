@@ -106,14 +106,14 @@ class ForwardRecord:
         events: the pre-forward events, which the planner appends, and the post-forward events, in order.
         ended: the groups to which a backward may come back, in the order in which they ended. A *position* counts them.
         fused: the fusions of groups in this forward and its backward.
-        unseen: the positions of runs whose inputs needed no gradient, so that no hook shows the end of their backward.
+        ends_without_hook: the positions of runs whose backward ends unreported, since their inputs needed no gradient.
     """
 
     def __init__(self, fused: Mapping[str, tuple[str, ...]] | None = None) -> None:
         self.events: list[Event] = []
         self.ended: list[str] = []
         self.fused = fused or {}
-        self.unseen: set[int] = set()
+        self.ends_without_hook: set[int] = set()
         self._backward = -1
         self._lowest = 0
 
@@ -165,7 +165,7 @@ class Run:
         planned: the part of the plan for the run; ``None`` if none was made.
         record: the record of the forward, once it has the end of the run.
         position: the index of the run in the record.
-        seen: the versions of the parameters, if an observer compares them in backward.
+        versions: the versions of the parameters, if an observer compares them in backward.
         awaited: the number of calls whose input gradients are not ready yet.
     """
 
@@ -174,7 +174,7 @@ class Run:
     planned: Any = None
     record: ForwardRecord = NO_RECORD
     position: int = -1
-    seen: Any = None
+    versions: Any = None
     awaited: int = 0
 
 
@@ -265,9 +265,9 @@ class ForwardCall:
             if gradient is not None and gradient.grad_fn is not None:
                 gradient.grad_fn.register_prehook(self.on_output_gradient)
 
-    def end_unseen(self) -> None:
+    def end_without_hook(self) -> None:
         """Note that no hook will report the gradients of this call's inputs."""
-        self.run.record.unseen.add(self.run.position)
+        self.run.record.ends_without_hook.add(self.run.position)
 
     def await_inputs(self) -> None:
         """Note that a hook will report the gradients of this call's inputs."""

@@ -182,9 +182,9 @@ class Replay:
         passes, observers = cast(Any, _Unwatched()), (_Hooks(self.steps), *(o for o in OBSERVERS if o.is_replayed))
         root = self._root = Root(self._copies[real.root_state], states, launcher, task, passes, observers)
         root.is_verified = True
-        root.plans.known, root.plans.fused = real.plans.known, real.plans.fused
+        root.planner.known, root.planner.fused = real.planner.known, real.planner.fused
         root.finalization.is_last_backward = real.waits_after_backward
-        root.plans.refresh()
+        root.planner.refresh()
 
     def _of_copies(self, options: Options) -> Options:
         """Return ``options`` with dry states in place of real ones."""
@@ -204,7 +204,7 @@ class Replay:
 
     def play(self) -> None:
         """Play the last forward, and a backward in which all gradients arrive."""
-        record, states = self._real.plans.known, self._real.states
+        record, states = self._real.planner.known, self._real.states
         order: list[tuple[bool, ForwardCall]] = []  # the beginnings and ends of runs, with their first calls
         positions: dict[ForwardCall, int] = {}  # those in the record, of the calls to which backward comes back
         running: dict[str, list[ForwardCall]] = {}
@@ -223,7 +223,7 @@ class Replay:
             order.append((False, call))
             if position < len(ended) and ended[position] == name:
                 positions[call] = position
-                (call.end_unseen if position in record.unseen else call.await_inputs)()
+                (call.end_without_hook if position in record.ends_without_hook else call.await_inputs)()
         self._play_backward([(begins, call) for begins, call in order if call in positions], record, positions)
 
     def _play_backward(
@@ -242,7 +242,7 @@ class Replay:
             if trainable and (not begins if is_early else begins and not left[name]):
                 cast(DryGroup, state.group).complete_gradients()
                 root.gradient_ready(state)
-            if begins and positions[call] not in record.unseen:
+            if begins and positions[call] not in record.ends_without_hook:
                 root.post_backward(call)
         if order:
             root.end_backward()

@@ -44,7 +44,7 @@ class Recovery(Observer):
         """
         failed, watchdog = failed_steps(root), job_watchdog()
         if failed and watchdog is not None and connections(root.states.values()):
-            name, number = type(failed[0].optimizer).__name__, root.plans.steps.completed
+            name, number = type(failed[0].optimizer).__name__, root.planner.steps.completed
             text = f"raised in a step of {name}, so that it holds parameters of {number} optimizer steps"
             watchdog.fail(f"{text}, and ranks on which the step succeeded hold those of {number + 1}")
             raise DivergenceError(
@@ -68,7 +68,7 @@ class Recovery(Observer):
         failed = watchdog.has_failed or any(each.is_broken for each in communicators(groups))
         if not groups:
             return failed
-        ranks, completed = _ranks(states), root.plans.steps.completed
+        ranks, completed = _ranks(states), root.planner.steps.completed
         if not failed:
             failed = bool(steps_that_raised) or any(map(root.may_come_back_to, states))
             watchdog.fail(ABANDONED if failed else RESET, tuple(ranks))

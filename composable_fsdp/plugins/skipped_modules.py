@@ -116,7 +116,7 @@ class _CurrentForward(Observer):
                 continue
             _core(root).progress.reached.add(state)
             if state.options.unshard_in_backward:
-                _core(root).unshard(state, root.plans.backward_of(record, each, state.name), "backward")
+                _core(root).unshard(state, root.planner.backward_of(record, each, state.name), "backward")
             if state.options.reshard_after_backward and (running is None or running.name not in _names_beneath(state)):
                 _core(root).launcher.free(state.group)
 
@@ -157,10 +157,10 @@ def _take(root: ObservedRoot, skipped: Iterable[SkippedGroup]) -> None:
     for name, begins in skipped:
         state, has_grad = root.states[name], root.leads_to_backward()
         if begins:
-            _core(root).unshard(state, root.plans.next_run(state), "forward")
+            _core(root).unshard(state, root.planner.next_run(state), "forward")
         else:
             leads_to_backward = has_grad and bool(state.group.plan.specs)
-            root.plans.record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
+            root.planner.record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
             if state.group.registration.shows_tensors_of_user and in_functional_call():
                 state.keeps_unsharded = state.keeps_unsharded or False  # as where its module runs
             _core(root).free_after_forward(state, None, has_grad=has_grad)

@@ -57,7 +57,7 @@ def test_an_optimizer_steps_all_models_whose_shards_it_holds(form: str) -> None:
     of_others = [torch.ones(3, 3).to_sparse().requires_grad_(), nn.Embedding(3, 2, sparse=True).weight]
     optimizer = Descent([*given, *sharded, *of_others])
     before = outputs([*models, untouched])
-    steps = root_of(state_of(untouched)).plans.steps.number
+    steps = root_of(state_of(untouched)).planner.steps.number
     for tensor in (*given, *sharded):
         tensor.grad = torch.ones_like(tensor)
     embedded = nn.functional.embedding(torch.tensor([1]), of_others[1], sparse=True)
@@ -70,4 +70,4 @@ def test_an_optimizer_steps_all_models_whose_shards_it_holds(form: str) -> None:
         assert not torch.allclose(after[index], before[index])
         torch.testing.assert_close(after[index], plain(torch.ones(2, 4)))
     assert torch.equal(after[2], before[2])
-    assert root_of(state_of(untouched)).plans.steps.number == steps
+    assert root_of(state_of(untouched)).planner.steps.number == steps

@@ -352,7 +352,7 @@ def test_a_reset_without_a_failure_forgets_nothing() -> None:
         alone = fully_shard(nn.Linear(4, 4), mesh=meshes[1])
         alone(torch.ones(2, 4)).sum().backward()
         torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    with mock.patch.object(root_of(state_of(model)).plans, "forget") as forget:
+    with mock.patch.object(root_of(state_of(model)).planner, "forget") as forget:
         cast(FSDPModule, model).reset_iter_state()
     forget.assert_not_called()
     model(torch.ones(2, 8)).sum().backward()

@@ -139,7 +139,7 @@ def test_a_module_whose_gather_raised_has_one_run_in_the_plan(mesh: DeviceMesh, 
         fully_shard(module, mesh=mesh)
     train(model, torch.ones(1, WIDTH))
     root = state_of(model).root
-    runs, wait = list(root.plans.known.events), root.launcher.wait
+    runs, wait = list(root.planner.known.events), root.launcher.wait
 
     def fail_once(group: ParamGroup) -> None:
         if group.name == "first":
@@ -150,7 +150,7 @@ def test_a_module_whose_gather_raised_has_one_run_in_the_plan(mesh: DeviceMesh, 
     monkeypatch.setattr(root.launcher, "wait", fail_once)
     train(model, torch.ones(1, WIDTH))
     assert root.launcher.wait == wait, "the gather has not raised"
-    assert root.plans.known.events == runs
+    assert root.planner.known.events == runs
 
 
 def unsharded_in(step: Callable[[], object]) -> list[str]:

@@ -99,11 +99,11 @@ class ForwardOrder(Observer):
         """
         if self._has_warned or not succeeded or which is not Pass.FORWARD:
             return
-        if root.plans.record.events[-1].group != root.root_state.name:  # a module below the root ran by itself
+        if root.planner.record.events[-1].group != root.root_state.name:  # a module below the root ran by itself
             return
         if root.root_state.options.of_plugins.get("order check") is OrderCheck.OFF:
             return
-        order = tuple(root.plans.record.ended)
+        order = tuple(root.planner.record.ended)
         self._first = self._first or order
         if not order or order == self._first:
             return

@@ -50,10 +50,10 @@ class VersionCheck(Observer):
     def enter_forward(self, root: ObservedRoot, call: ForwardCall) -> None:
         if torch.is_grad_enabled() and not (_is_set and call.state in unchecked):
             registration = call.state.group.registration
-            call.run.seen = registration, registration.versions
+            call.run.versions = registration, registration.versions
 
     def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
-        seen: tuple[Registration, list[int]] | None = call.run.seen
+        seen: tuple[Registration, list[int]] | None = call.run.versions
         if seen is not None:
             registration, versions = seen
             # Another registration has other counters: tensors were rebuilt, or requires_grad was changed.
@@ -188,7 +188,7 @@ def _keep_writes(
     group = state.group
     written = {group.parameters[k] for k in known.changed()}
     unlike = {group.parameters[k] for k in known.by_modules}
-    shards_changed, replaced = root.plans.is_stale(state), group.registration.replaced_unsharded_data()
+    shards_changed, replaced = root.planner.is_stale(state), group.registration.replaced_unsharded_data()
     refused = {p.name: "was given another tensor, as p.data = ..., set_() and swap_tensors() do" for p in replaced}
     for bucket in group.buckets:
         for k, parameter in enumerate(bucket.parameters):

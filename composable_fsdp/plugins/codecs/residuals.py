@@ -26,7 +26,7 @@ class Residuals(Observer):
     def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
         are_used = not root.reductions_are_in_flight and not any(_waits(group) for group, _ in _changed(root))
         self.commit(root, always=are_used)  # no gradient of the step is left: they were used or dropped
-        self._steps = root.plans.steps.number
+        self._steps = root.planner.steps.number
 
     def after_reset(self, root: ObservedRoot) -> None:
         self.commit(root)  # those of the step before, if this rank failed in between
@@ -36,7 +36,7 @@ class Residuals(Observer):
     def commit(self, root: ObservedRoot, *, always: bool = False) -> None:
         """Commit the residuals if an optimizer has stepped since they changed, or if the shards have changed."""
         changed = _changed(root)
-        has_ended = root.plans.steps.number != self._steps or any(own.shards_changed for _, own in changed)
+        has_ended = root.planner.steps.number != self._steps or any(own.shards_changed for _, own in changed)
         for _, own in changed if always or has_ended else ():
             own.commit()
 

@@ -363,7 +363,7 @@ class _EpochsOfRoot(Observer):
     def before_end(self, root: ObservedRoot, which: Pass) -> Sequence[Work]:
         if which is Pass.BACKWARD:
             return self.end("end of backward", self._communicators)
-        if not root.plans.runs_on_all_ranks:
+        if not root.planner.runs_on_all_ranks:
             return ()  # a forward that gathered nothing must not change what ranks do together
         for state in self.states:  # a user may write to kept parameters, and use them in forwards of this rank only
             _copy_out(state)
