@@ -58,22 +58,6 @@ if TYPE_CHECKING:
         is_over_group,
         reopen,
     )
-    from composable_fsdp._core.context import outside_callers_context
-    from composable_fsdp._core.events import (
-        GRADIENT_TRANSITIONS,
-        HELD_GRADIENTS,
-        LOCAL_GRADIENTS,
-        PARAMETER_TRANSITIONS,
-        Event,
-        GradientOperation,
-        GradientState,
-        Hook,
-        ParameterOperation,
-        ParameterState,
-        Pass,
-        advance,
-        has_ended,
-    )
     from composable_fsdp._core.full_mesh import (
         ShardPlacementResult,
         default_mesh,
@@ -92,14 +76,26 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._core.group import UNSHARD_STARTED, ParamGroup
     from composable_fsdp._core.group_plan import (
+        GRADIENT_TRANSITIONS,
+        HELD_GRADIENTS,
+        LOCAL_GRADIENTS,
+        PARAMETER_TRANSITIONS,
+        Event,
         GatherClaim,
+        GradientOperation,
+        GradientState,
         GroupPlan,
+        Hook,
+        ParameterOperation,
         ParameterSpec,
+        ParameterState,
+        Pass,
         PlanOptions,
+        advance,
         plan_group,
         traits_of,
     )
-    from composable_fsdp._core.hooks import root_of
+    from composable_fsdp._core.hooks import has_ended, root_of
     from composable_fsdp._core.launch import StreamLauncher, reduce_together
     from composable_fsdp._core.layout import (
         ALIGNMENT_BYTES,
@@ -156,6 +152,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core.reduce import BucketReducer, ReducedBucket
     from composable_fsdp._core.root import _MOST_FORWARDS, Root
     from composable_fsdp._core.schedule import Planner
+    from composable_fsdp._core.seams import outside_callers_context
     from composable_fsdp._core.state import (
         Accumulation,
         ForwardRecord,

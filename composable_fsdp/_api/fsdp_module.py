@@ -29,13 +29,12 @@ from composable_fsdp._api.torch_types import (
     TorchUnshardHandle,
     find_state,
 )
-from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.deepcopy import copy_sharded
 from composable_fsdp._core.events import GradientState, ParameterState
 from composable_fsdp._core.hooks import hooked_forward, root_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root
-from composable_fsdp._core.seams import CLASS_MEMBERS
+from composable_fsdp._core.seams import CLASS_MEMBERS, runs_outside
 from composable_fsdp._core.state import Accumulation, FSDPState, connections, state_of, states_below
 from composable_fsdp._other_names import OF_FSDP1, RENAMED, UNSUPPORTED
 from composable_fsdp.errors import (

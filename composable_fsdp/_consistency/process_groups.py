@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._core.comm import Communicator, is_over_group
-from composable_fsdp._core.context import runs_unseen
 from composable_fsdp._core.memory import is_host
+from composable_fsdp._core.seams import runs_unseen
 from composable_fsdp.errors import PeerError
 
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, is_over_group
-from composable_fsdp._core.context import runs_unseen
+from composable_fsdp._core.seams import runs_unseen
 from composable_fsdp.errors import DivergenceError, FSDPError
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

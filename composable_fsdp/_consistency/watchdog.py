@@ -52,7 +52,7 @@ from composable_fsdp._consistency.rank_report import (
     wait_warning,
 )
 from composable_fsdp._consistency.rendezvous import StoreRendezvous, own_client
-from composable_fsdp._core.events import has_ended
+from composable_fsdp._core.hooks import has_ended
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError, printable
 
 PATIENCE = 1.0

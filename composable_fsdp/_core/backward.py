@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from composable_fsdp._core.events import HELD_GRADIENTS, LOCAL_GRADIENTS, ParameterState
 from composable_fsdp._core.group import AutogradTask, ParamGroup
+from composable_fsdp._core.group_plan import HELD_GRADIENTS, LOCAL_GRADIENTS, ParameterState
 from composable_fsdp._core.launch import FusedBuckets, GroupReduction, reduce_together
 from composable_fsdp._core.schedule import Planner
 from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, ForwardCall, ForwardRecord, FSDPState

@@ -11,22 +11,27 @@ import torch
 from torch import nn
 
 from composable_fsdp import trace
-from composable_fsdp._core.events import (
+from composable_fsdp._core.gather import AllGather, AnyBucket, Bucket, Gatherable, InPlaceBucket, all_gather_wire_bytes
+from composable_fsdp._core.group_plan import (
     GRADIENT_TRANSITIONS,
     HELD_GRADIENTS,
     LOCAL_GRADIENTS,
     PARAMETER_TRANSITIONS,
+    BucketPlan,
     Event,
+    GatherClaim,
     GradientOperation,
     GradientState,
+    GroupPlan,
     Hook,
     ParameterOperation,
+    ParameterSpec,
     ParameterState,
     advance,
     after,
+    plan_group,
+    promoted,
 )
-from composable_fsdp._core.gather import AllGather, AnyBucket, Bucket, Gatherable, InPlaceBucket, all_gather_wire_bytes
-from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, GroupPlan, ParameterSpec, plan_group, promoted
 from composable_fsdp._core.layout import TensorShards, plan_division
 from composable_fsdp._core.memory import InFlight, ShardStore, is_host, without_grad, zero_padding
 from composable_fsdp._core.mesh import DataParallelAxes, ProcessGroups

@@ -11,18 +11,17 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from itertools import count
 from types import FrameType, FunctionType, MethodType
-from typing import TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import PyTree
 
-from composable_fsdp._core.context import dual_numbers, in_transform, layers_of, outside_callers_context, runs_outside
-from composable_fsdp._core.events import has_ended
 from composable_fsdp._core.group import AutogradTask
 from composable_fsdp._core.launch import StreamLauncher
 from composable_fsdp._core.memory import CommStreams
@@ -36,7 +35,15 @@ from composable_fsdp._core.params import (
 from composable_fsdp._core.pytree import CallInputs, InputView, cycle_error, map_tensors, tensors_in
 from composable_fsdp._core.registration import shard_full_tensor
 from composable_fsdp._core.root import Root
-from composable_fsdp._core.seams import HOOK_FRAMES, HOOK_WRAPPERS, OBSERVERS, HookHandles
+from composable_fsdp._core.seams import (
+    HOOK_FRAMES,
+    HOOK_WRAPPERS,
+    OBSERVERS,
+    HookHandles,
+    in_transform,
+    outside_callers_context,
+    runs_outside,
+)
 from composable_fsdp._core.state import (
     ROOT_ATTRIBUTE,
     ForwardCall,
@@ -159,6 +166,24 @@ def name_states(places: Mapping[FSDPState, Sequence[str]]) -> dict[str, FSDPStat
     named = {", ".join(filter(None, names)): state for state, names in places.items()}
     root = ROOT_NAME if ROOT_NAME not in named else f"({ROOT_NAME})"
     return {name or root: state for name, state in named.items()}
+
+
+def has_ended(frame: FrameType) -> bool:
+    """Return whether ``frame``, of any thread, has returned or raised. If so, its locals are released.
+
+    ``frame.clear()`` is Python's only test for it: it raises for a frame that executes. Frames of generators and
+    coroutines count as running, because it would close a suspended one.
+    """
+    if frame.f_code.co_flags & _MAY_BE_SUSPENDED:
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:  # the frame executes
+        return False
+    return True
+
+
+_MAY_BE_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class BegunStep:
@@ -655,3 +680,37 @@ def _with_grad_fn(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a leaf that needs a gradient, else ``tensor``. Hooks on the leaf would outlive the call."""
     is_leaf = any(layer.requires_grad and layer.grad_fn is None for layer in layers_of(tensor))
     return tensor.view_as(tensor) if is_leaf else tensor
+
+
+# -- Transforms of torch.func, and forward-mode derivatives
+
+_functorch: Any = torch._C._functorch
+dual_numbers: Any = forward_ad
+"""The module with the level of dual numbers, ``_current_level``, which is -1 outside of one."""
+
+
+def layers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return ``tensor``, its tangents, and the tensors that any of them wraps, of all levels."""
+    return [tensor, *_inside(tensor)]
+
+
+def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    # Tangents of forward-mode can be read at this level only.
+    top = _functorch.peek_interpreter_stack()
+    if forward_ad._current_level >= 0 and (top is None or top.key() == _functorch.TransformType.Jvp):
+        tangent = forward_ad.unpack_dual(tensor).tangent
+        if tangent is not None:
+            found += layers_of(tangent)
+    # A plain tensor wraps nothing.
+    if not _functorch.is_functorch_wrapped_tensor(tensor):
+        return found
+    if top is None or top.level() < _functorch.maybe_get_level(tensor):  # its level has ended, as for a vjp function
+        return found + layers_of(_functorch.get_unwrapped(tensor))
+    level = top.level()
+    left = _functorch.pop_dynamic_layer_stack()  # tangents of the level outside can only be read there
+    try:
+        is_of_level = _functorch.maybe_get_level(tensor) == level
+        return found + (layers_of(_functorch.get_unwrapped(tensor)) if is_of_level else _inside(tensor))
+    finally:
+        _functorch.push_dynamic_layer_stack(left)

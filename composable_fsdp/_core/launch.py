@@ -11,10 +11,9 @@ from torch.autograd import Variable
 
 from composable_fsdp import trace
 from composable_fsdp._core.comm import Communicator
-from composable_fsdp._core.events import HELD_GRADIENTS, describe_groups
 from composable_fsdp._core.gather import AllGather, reduce_scatter_wire_bytes
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.group_plan import plan_group
+from composable_fsdp._core.group_plan import HELD_GRADIENTS, describe_groups, plan_group
 from composable_fsdp._core.memory import CommStreams, InFlight
 from composable_fsdp._core.params import accept_gradients
 from composable_fsdp._core.reduce import BucketReducer, BucketReduction, ReducedBucket, stages_of

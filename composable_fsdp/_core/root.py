@@ -30,7 +30,14 @@ from composable_fsdp._core.backward import (
     unwatched_output,
     warn_of_lost_gradients,
 )
-from composable_fsdp._core.context import (
+from composable_fsdp._core.group import UNSHARD_STARTED, AutogradTask
+from composable_fsdp._core.group_plan import HELD_GRADIENTS, LOCAL_GRADIENTS, GradientState, Hook, ParameterState, Pass
+from composable_fsdp._core.launch import Launcher
+from composable_fsdp._core.memory import CommStreams
+from composable_fsdp._core.schedule import PlannedRun, Planner
+from composable_fsdp._core.seams import (
+    Observer,
+    Observers,
     dispatch_modes,
     function_modes,
     in_autocast,
@@ -39,12 +46,6 @@ from composable_fsdp._core.context import (
     runs_outside,
     runs_unseen,
 )
-from composable_fsdp._core.events import HELD_GRADIENTS, LOCAL_GRADIENTS, GradientState, Hook, ParameterState, Pass
-from composable_fsdp._core.group import UNSHARD_STARTED, AutogradTask
-from composable_fsdp._core.launch import Launcher
-from composable_fsdp._core.memory import CommStreams
-from composable_fsdp._core.schedule import PlannedRun, Planner
-from composable_fsdp._core.seams import Observer, Observers
 from composable_fsdp._core.state import NO_RECORD, Accumulation, ForwardCall, ForwardRecord, FSDPState, Run, alive
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.policies import ReshardKind

@@ -9,9 +9,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from composable_fsdp._core.events import Hook, ParameterState, describe_groups
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.group_plan import SMALL_BYTES, GroupPlan
+from composable_fsdp._core.group_plan import SMALL_BYTES, GroupPlan, Hook, ParameterState, describe_groups
 from composable_fsdp._core.launch import Launcher
 from composable_fsdp._core.params import OptimizerSteps
 from composable_fsdp._core.state import ForwardRecord, FSDPState, Options, alive

@@ -1,4 +1,4 @@
-"""Observers: attachments of a root, which are told of its events. The core works without them.
+"""Observers: attachments of a root, which are told of its events, and the context that hooks leave.
 
 A plugin appends an observer to :data:`OBSERVERS`. Each root that is assembled afterwards tells it of its events. An
 event that nobody observes costs one truth test.
@@ -7,17 +7,21 @@ event that nobody observes costs one truth test.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CodeType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import PyTree
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._core.backward import Progress
-from composable_fsdp._core.events import Hook, Pass
+from composable_fsdp._core.group_plan import Hook, Pass
 from composable_fsdp._core.memory import CommStreams, Work
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.schedule import Planner
@@ -305,3 +309,82 @@ def check_observers() -> None:
                 f"Append an instance: OBSERVERS.append({observer.__name__}())." if isinstance(observer, type) else ""
             )
             raise TypeError(f"OBSERVERS has {observer!r}, which is not an instance of Observer. {remedy}".rstrip())
+
+
+# -- The context of the caller, which hooks leave: autocast, dispatch modes, and transforms of torch.func
+
+LEFT_CONTEXTS: list[Callable[[], AbstractContextManager[None]]] = []
+"""Leave contexts of other packages, each of which has a mode of torch: hooks leave nothing if there is no mode."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_C: Any = torch._C
+dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+function_modes: Callable[[], int] = _C._len_torch_function_stack
+in_transform: Callable[[], bool] = _C._are_functorch_transforms_active
+in_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
+
+
+def runs_outside(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, which runs outside of the caller's context."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with outside_callers_context():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def runs_unseen(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, a check of the library, which no mode of the caller or of torch's tools sees."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as left:
+            if dispatch_modes():
+                _leave_dispatch_modes(left, lambda kind: bool(kind.is_infra_mode()))
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def outside_callers_context() -> Iterator[None]:
+    """Leave the caller's context, in this thread, until the end of the block."""
+    with ExitStack() as left:
+        # Contexts of other packages, then of torch.func, autocast, dispatch modes and function modes.
+        for leave in LEFT_CONTEXTS:
+            left.enter_context(leave())
+        if in_transform():
+            left.enter_context(_C._DisableFuncTorch())
+        if in_autocast():
+            left.enter_context(_C._DisableAutocast())
+        if dispatch_modes():
+            _leave_dispatch_modes(left, _stays)
+        for _ in range(function_modes()):
+            left.callback(_C._push_on_torch_function_stack, _C._pop_torch_function_stack())
+        yield
+
+
+def _leave_dispatch_modes(left: ExitStack, stays: Callable[[Any], bool]) -> None:
+    """Take the modes off the stack whose classes do not stay, until ``left`` ends."""
+    modes: list[Any] = _get_current_dispatch_mode_stack()
+    stay = [stays(type(mode)) for mode in modes]
+    if all(stay):
+        return
+    # Pop all modes above the first that goes, and push again those that stay.
+    first = stay.index(False)
+    for _ in modes[first:]:
+        left.callback(_push_mode, cast(Any, _pop_mode)())
+    for mode in itertools.compress(modes[first:], stay[first:]):
+        _push_mode(mode)
+        left.callback(_pop_mode)
+
+
+def _stays(kind: Any) -> bool:
+    """Return whether modes of the class ``kind`` see what the library does."""
+    places = [f"{base.__module__}." for base in kind.__mro__]
+    is_ours = any(place.startswith(("torch.distributed.", "composable_fsdp.")) for place in places)
+    return is_ours or kind.is_infra_mode() or bool(getattr(kind, "observes_sharding", False))

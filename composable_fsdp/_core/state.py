@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp._core.comm import Communicator, is_over_group
-from composable_fsdp._core.events import Event
 from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.group_plan import Event
 from composable_fsdp._core.params import ShardedParameter, find_parameter
 from composable_fsdp._core.pytree import NO_INPUTS, CallInputs
 from composable_fsdp.errors import ConfigurationError, LifecycleError

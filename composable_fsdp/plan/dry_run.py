@@ -17,14 +17,14 @@ from weakref import ref
 
 import torch
 
-from composable_fsdp._core.events import (
+from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.group_plan import (
     Event,
     GradientOperation,
     Hook,
     ParameterOperation,
     ParameterState,
 )
-from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.launch import GroupReduction
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import OBSERVERS, Observer

@@ -24,9 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import fully_shard, to_empty
-from composable_fsdp._core.events import Hook, Pass
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.group_plan import BucketPlan, plan_group
+from composable_fsdp._core.group_plan import BucketPlan, Hook, Pass, plan_group
 from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.layout import pinned_bytes
 from composable_fsdp._core.params import local_part

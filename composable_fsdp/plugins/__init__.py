@@ -54,8 +54,6 @@ import torch
 from torch import nn
 
 from composable_fsdp._core.comm import AROUND, SUM, TRANSPORTS, Around, Collective, Communicator, Traits, Transfer
-from composable_fsdp._core.context import LEFT_CONTEXTS
-from composable_fsdp._core.events import Hook, Pass
 from composable_fsdp._core.full_mesh import FORMS, FullMesh
 from composable_fsdp._core.gather import AllGatherBuffers, Bucket
 from composable_fsdp._core.group import GATHER_KINDS, GatherKind
@@ -65,7 +63,7 @@ from composable_fsdp._core.memory import Work
 from composable_fsdp._core.mesh import PlainForm
 from composable_fsdp._core.reduce import REDUCE_KINDS, BucketReducer, OwnReduce, ReduceKind
 from composable_fsdp._core.schedule import PLAN_CHANGES, Plan, PlannedRun
-from composable_fsdp._core.seams import CLASS_MEMBERS, HOOK_WRAPPERS, OBSERVERS, ObservedRoot, Observer
+from composable_fsdp._core.seams import CLASS_MEMBERS, HOOK_WRAPPERS, LEFT_CONTEXTS, OBSERVERS, ObservedRoot, Observer
 from composable_fsdp.plugins.captured_passes import CapturedPasses
 from composable_fsdp.plugins.checks.model_changes import ForwardOrder, PlainParameters
 from composable_fsdp.plugins.checks.model_check import ModelCheck

@@ -6,7 +6,7 @@ with all groups sharded and all earlier gradients reduced, and the host reads no
 
 from __future__ import annotations
 
-from composable_fsdp._core.events import HELD_GRADIENTS, ParameterState, Pass
+from composable_fsdp._core.group_plan import HELD_GRADIENTS, ParameterState, Pass
 from composable_fsdp._core.memory import capture_error
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState

@@ -14,10 +14,9 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.params import ShardedParameter, in_functional_call
-from composable_fsdp._core.seams import ObservedRoot, Observer
+from composable_fsdp._core.seams import ObservedRoot, Observer, runs_outside
 from composable_fsdp._core.state import ForwardCall, FSDPState
 from composable_fsdp.errors import ParameterError
 

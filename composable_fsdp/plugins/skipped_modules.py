@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from composable_fsdp._core import root as core
-from composable_fsdp._core.events import ParameterState, Pass
+from composable_fsdp._core.group_plan import ParameterState, Pass
 from composable_fsdp._core.params import in_functional_call
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import Accumulation, ForwardCall, ForwardRecord, FSDPState, find_state

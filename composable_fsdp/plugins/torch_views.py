@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFS
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._api.torch_types import find_state, register_state, set_torch_state
-from composable_fsdp._core.events import Pass
+from composable_fsdp._core.group_plan import Pass
 from composable_fsdp._core.hooks import ModuleHooks, begin_call, calling_frame, root_of, take_inputs, wrapped_hook
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.params import ShardedParameter

@@ -28,7 +28,7 @@ from composable_fsdp._core.comm import (
     communicators,
     find,
 )
-from composable_fsdp._core.events import Pass
+from composable_fsdp._core.group_plan import Pass
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer

@@ -14,7 +14,7 @@ from torch import nn
 
 from composable_fsdp import FSDPModule, PeerError, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import ForwardRecord, Planner, events, state_of
+from tests._internals import ForwardRecord, Planner, group_plan, state_of
 from tests.helpers.assert_trace import assert_trace, peak_groups
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import on_ranks
@@ -167,19 +167,19 @@ def test_the_prefetch_depth_can_be_bounded() -> None:
 
 
 STEPS = 4
-Expect = Callable[[list[events.Event], random.Random], list[events.Event]]
+Expect = Callable[[list[group_plan.Event], random.Random], list[group_plan.Event]]
 
 
-def expect_nothing(order: list[events.Event], draws: random.Random) -> list[events.Event]:
+def expect_nothing(order: list[group_plan.Event], draws: random.Random) -> list[group_plan.Event]:
     return []
 
 
-def expect_another_order(order: list[events.Event], draws: random.Random) -> list[events.Event]:
+def expect_another_order(order: list[group_plan.Event], draws: random.Random) -> list[group_plan.Event]:
     """Return each group of ``order`` at a random position, some groups twice and some never."""
     groups = list(dict.fromkeys(event.group for event in order))
     drawn = draws.choices(groups, k=len(groups) + 1) if groups else []
-    both = (events.Hook.PRE_FORWARD, events.Hook.POST_FORWARD)
-    return [events.Event(hook, group) for group in drawn for hook in both]
+    both = (group_plan.Hook.PRE_FORWARD, group_plan.Hook.POST_FORWARD)
+    return [group_plan.Event(hook, group) for group in drawn for hook in both]
 
 
 def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tuple[list[bytes], int]:

@@ -487,7 +487,7 @@ class _Accesses(TorchDispatchMode):
     """Notes the accesses of every operation."""
 
     observes_sharding = True
-    """The library leaves other modes during its own operations (``_core/context.py``)."""
+    """The library leaves other modes during its own operations (``_core/seams.py``)."""
 
     def __init__(self, accelerator: SimulatedAccelerator) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
 ROW = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 
 # Pure modules use no process groups, streams or modules. Placements are plain values, so layouts may use them.
-PURE = (*("_consistency.rank_report", "_core.events", "_core.layout", "_core.group_plan"),)
+PURE = (*("_consistency.rank_report", "_core.layout", "_core.group_plan"),)
 IMPURE = ("torch.distributed", "torch.nn", "torch.cuda", "torch.accelerator")
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 
@@ -286,7 +286,7 @@ def test_only_three_files_import_torchs_fsdp(source: str) -> None:
     assert violations(source, "_api/torch_types.py") == []
 
 
-@pytest.mark.parametrize("path", ["_core/layout.py", "_core/events.py", "_core/group_plan.py"])
+@pytest.mark.parametrize("path", ["_core/layout.py", "_core/group_plan.py"])
 @pytest.mark.parametrize(
     "source",
     [

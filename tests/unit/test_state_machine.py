@@ -28,13 +28,13 @@ from tests._internals import (
     ParameterState,
     Pass,
     advance,
-    events,
+    group_plan,
     root_of,
     state_of,
 )
 from tests.helpers.sharding import single_rank
 
-Hook = events.Hook
+Hook = group_plan.Hook
 P, PO, G, GO = ParameterState, ParameterOperation, GradientState, GradientOperation
 Table = Mapping[tuple[Any, Any], Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests._internals import ForwardRecord, UnusedGroups, events
+from tests._internals import ForwardRecord, UnusedGroups, group_plan
 
 Tree = list[tuple[str, int]]
 
@@ -66,7 +66,7 @@ def test_a_group_passed_without_running_is_late() -> None:
 def test_backward_visits_every_position_once_in_reverse_order(length: int, entered: list[int]) -> None:
     record = ForwardRecord()
     for _ in range(length):
-        record.end(events.Event(events.Hook.POST_FORWARD, "group"), leads_to_backward=True)
+        record.end(group_plan.Event(group_plan.Hook.POST_FORWARD, "group"), leads_to_backward=True)
     reached = [p for position in entered if position < length for p in record.reach(position, backward=1)]
     reached += record.reach(0, backward=1)
     assert reached == list(range(length - 1, -1, -1))

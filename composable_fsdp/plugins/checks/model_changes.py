@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._consistency.order_check import OrderCheck
-from composable_fsdp._core.events import Pass
+from composable_fsdp._core.group_plan import Pass
 from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, find_state
 from composable_fsdp.errors import ExecutionOrderWarning, PlainParameterWarning

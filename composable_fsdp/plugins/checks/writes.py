@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.autograd.graph import increment_version
 
-from composable_fsdp._core.events import ParameterState, Pass
 from composable_fsdp._core.gather import AnyBucket
 from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.group_plan import ParameterState, Pass
 from composable_fsdp._core.memory import Work
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.registration import Registration, plain_shard

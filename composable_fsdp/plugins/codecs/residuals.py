@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from composable_fsdp._core.events import HELD_GRADIENTS
 from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.group_plan import HELD_GRADIENTS
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.codecs.error_feedback import ErrorFeedback
