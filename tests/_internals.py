@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from composable_fsdp._api.param_discovery import on_other_accelerators, resolve_dim
     from composable_fsdp._api.strategy import StrategyName, resolve_strategy
     from composable_fsdp._api.torch_types import as_strategy
-    from composable_fsdp._consistency import main_thread, process_groups, watchdog
+    from composable_fsdp._consistency import process_groups, watchdog
     from composable_fsdp._consistency import shutdown as missing_ranks
     from composable_fsdp._consistency.main_thread import main_thread_frames, user_line, waits_in_torch
     from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
         plan_group,
         traits_of,
     )
-    from composable_fsdp._core.hooks import has_ended, root_of
+    from composable_fsdp._core.hooks import root_of
     from composable_fsdp._core.launch import StreamLauncher, reduce_together
     from composable_fsdp._core.layout import (
         ALIGNMENT_BYTES,

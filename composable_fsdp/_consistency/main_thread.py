@@ -1,20 +1,19 @@
-"""Stacks of threads, also of those that run or hang, and Ctrl-C while the main thread waits in C++."""
+"""Stacks and frames of threads, also of those that run or hang."""
 
 from __future__ import annotations
 
 import gc
+import inspect
 import linecache
 import os
-import select
-import signal
 import sys
 import sysconfig
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
+from types import FrameType
 
 import torch
 
@@ -72,58 +71,19 @@ def waits_in_torch(frames: tuple[Frame, ...]) -> bool:
     return any(frame.path.startswith(_COLLECTIVES) for frame in frames[-_WAITING_FRAMES:])
 
 
-# -- Ctrl-C while the main thread waits in C++, where Python cannot run its signal handler
-#
-# The interpreter writes the number of a signal to a file descriptor at once, so another thread can read it and end the
-# wait. Nothing is installed if that descriptor is in use, as by asyncio, and nothing is reported if the user handles
-# Ctrl-C.
+def has_ended(frame: FrameType) -> bool:
+    """Return whether ``frame``, of any thread, has returned or raised. If so, its locals are released.
 
-_NO_DESCRIPTOR = -1
-
-
-class _Pipe:
-    """A pipe from the interpreter to the watchdog thread. The main thread makes it."""
-
-    def __init__(self) -> None:
-        self.reader, self.writer = os.pipe()
-        for end in (self.reader, self.writer):
-            os.set_blocking(end, False)
-        self.unread = select.poll()
-        self.unread.register(self.reader, select.POLLIN)
-
-    def read(self) -> bytes:
-        """Return all that is in the pipe."""
-        with suppress(BlockingIOError):
-            return os.read(self.reader, 4096)
-        return b""
-
-
-_pipe: _Pipe | None = None
-
-
-def listen() -> None:
-    """Start listening if this is the main thread, and forget earlier signals, which were handled."""
-    global _pipe
-    if threading.current_thread() is not threading.main_thread():
-        return
-    pipe = _pipe = _pipe or _Pipe()
-    other = signal.set_wakeup_fd(pipe.writer, warn_on_full_buffer=False)
-    if other not in (_NO_DESCRIPTOR, pipe.writer):
-        signal.set_wakeup_fd(other)
-    elif pipe.unread.poll(0):  # reading an empty pipe would cost an exception
-        pipe.read()
-
-
-def stop_listening() -> None:
-    """Stop listening. The main thread runs Python again."""
-    if threading.current_thread() is threading.main_thread():
-        other = signal.set_wakeup_fd(_NO_DESCRIPTOR)
-        if _pipe is None or other not in (_NO_DESCRIPTOR, _pipe.writer):
-            signal.set_wakeup_fd(other)
-
-
-def arrived() -> bool:
-    """Return whether Ctrl-C was pressed since the last call, while listening, and the user does not handle it."""
-    if _pipe is None or signal.SIGINT not in _pipe.read():
+    ``frame.clear()`` is Python's only test for it: it raises for a frame that executes. Frames of generators and
+    coroutines count as running, because it would close a suspended one.
+    """
+    if frame.f_code.co_flags & _MAY_BE_SUSPENDED:
         return False
-    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        frame.clear()
+    except RuntimeError:  # the frame executes
+        return False
+    return True
+
+
+_MAY_BE_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -28,8 +31,7 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from composable_fsdp._consistency import main_thread
-from composable_fsdp._consistency.main_thread import Frame, main_thread_frames, user_line, waits_in_torch
+from composable_fsdp._consistency.main_thread import Frame, has_ended, main_thread_frames, user_line, waits_in_torch
 from composable_fsdp._consistency.process_identity import (
     exit_text,
     has_died,
@@ -52,7 +54,6 @@ from composable_fsdp._consistency.rank_report import (
     wait_warning,
 )
 from composable_fsdp._consistency.rendezvous import StoreRendezvous, own_client
-from composable_fsdp._core.hooks import has_ended
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError, printable
 
 PATIENCE = 1.0
@@ -213,12 +214,12 @@ class Watchdog:
         here = self.here
         here.since, here.interrupt, here.waiting = time.monotonic() - seconds, end, operation
         if end is not None:
-            main_thread.listen()
+            listen()
 
     def end_wait(self, *, done: bool) -> None:
         here = self.here
         if here.interrupt is not None:
-            main_thread.stop_listening()
+            stop_listening()
         operation = here.waiting
         if done and operation is not None:
             here.last = operation
@@ -494,7 +495,7 @@ class Watchdog:
         operation, end = here.waiting, here.interrupt
         if operation is None or end is None:
             return
-        if main_thread.arrived():
+        if arrived():
             end(f"rank {self.rank} was interrupted")
         elif time.monotonic() - here.since >= PATIENCE:
             error = self.diagnose_wait(operation)
@@ -658,3 +659,60 @@ def note_end(error: BaseException | None) -> None:
     """Note that ``error`` ends the program, perhaps by the fault of other ranks."""
     if error is not None and any(each.here.at_fault for each in list(_failed)):
         record_at_end(error)
+
+
+# -- Ctrl-C while the main thread waits in C++, where Python cannot run its signal handler
+#
+# The interpreter writes the number of a signal to a file descriptor at once, so another thread can read it and end the
+# wait. Nothing is installed if that descriptor is in use, as by asyncio, and nothing is reported if the user handles
+# Ctrl-C.
+
+_NO_DESCRIPTOR = -1
+
+
+class _Pipe:
+    """A pipe from the interpreter to the watchdog thread. The main thread makes it."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        for end in (self.reader, self.writer):
+            os.set_blocking(end, False)
+        self.unread = select.poll()
+        self.unread.register(self.reader, select.POLLIN)
+
+    def read(self) -> bytes:
+        """Return all that is in the pipe."""
+        with suppress(BlockingIOError):
+            return os.read(self.reader, 4096)
+        return b""
+
+
+_pipe: _Pipe | None = None
+
+
+def listen() -> None:
+    """Start listening if this is the main thread, and forget earlier signals, which were handled."""
+    global _pipe
+    if threading.current_thread() is not threading.main_thread():
+        return
+    pipe = _pipe = _pipe or _Pipe()
+    other = signal.set_wakeup_fd(pipe.writer, warn_on_full_buffer=False)
+    if other not in (_NO_DESCRIPTOR, pipe.writer):
+        signal.set_wakeup_fd(other)
+    elif pipe.unread.poll(0):  # reading an empty pipe would cost an exception
+        pipe.read()
+
+
+def stop_listening() -> None:
+    """Stop listening. The main thread runs Python again."""
+    if threading.current_thread() is threading.main_thread():
+        other = signal.set_wakeup_fd(_NO_DESCRIPTOR)
+        if _pipe is None or other not in (_NO_DESCRIPTOR, _pipe.writer):
+            signal.set_wakeup_fd(other)
+
+
+def arrived() -> bool:
+    """Return whether Ctrl-C was pressed since the last call, while listening, and the user does not handle it."""
+    if _pipe is None or signal.SIGINT not in _pipe.read():
+        return False
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import count
 from types import FrameType, FunctionType, MethodType
 from typing import Any, TypeAlias, TypeGuard, cast
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -168,83 +168,18 @@ def name_states(places: Mapping[FSDPState, Sequence[str]]) -> dict[str, FSDPStat
     return {name or root: state for name, state in named.items()}
 
 
-def has_ended(frame: FrameType) -> bool:
-    """Return whether ``frame``, of any thread, has returned or raised. If so, its locals are released.
-
-    ``frame.clear()`` is Python's only test for it: it raises for a frame that executes. Frames of generators and
-    coroutines count as running, because it would close a suspended one.
-    """
-    if frame.f_code.co_flags & _MAY_BE_SUSPENDED:
-        return False
-    try:
-        frame.clear()
-    except RuntimeError:  # the frame executes
-        return False
-    return True
-
-
-_MAY_BE_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
-class BegunStep:
-    """A step of ``optimizer``, which owns it, that ``frame`` executes, or did until an exception ended it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, frame: FrameType) -> None:
-        self.optimizer, self.frame = optimizer, frame
-
-
-_BEGUN_ATTRIBUTE = "_composable_fsdp_begun_step"
-"""The attribute of optimizers with their :class:`BegunStep`. Copies and pickles do not have it."""
-_begun: WeakValueDictionary[int, BegunStep] = WeakValueDictionary()
-"""The steps that have begun and did not succeed, by the ``id`` of their optimizer."""
-
-
-def failed_steps(root: object) -> list[BegunStep]:
-    """Return the steps of parameters of ``root`` that an exception has ended, and that were not repeated since."""
-    ended = [step for step in list(_begun.values()) if has_ended(step.frame)] if _begun else []
-    return [s for s in ended if any(root is r for r in roots_stepped_by(s.optimizer, sharded_parameters(s.optimizer)))]
-
-
-def forget_step(step: BegunStep) -> None:
-    """Forget ``step``, which has succeeded, or for which ranks have met."""
-    vars(step.optimizer).pop(_BEGUN_ATTRIBUTE, None)
-
-
-_STEP_CODE = cast(FunctionType, torch.optim.Optimizer.profile_hook_step(print)).__code__
-"""The code of torch's function around the steps of all optimizers, which calls the hooks."""
-
-
-def _step_frame() -> FrameType:
-    """Return the frame of the optimizer step that has called a hook. Dynamo runs it with code of its own.
-
-    In a compiled step the second hook is called by a frame for the part after a graph break, below that of the step.
-    """
-    frame = caller = sys._getframe(2)
-    while (frame.f_code.co_name, frame.f_code.co_filename) != (_STEP_CODE.co_name, _STEP_CODE.co_filename):
-        if frame.f_back is None:
-            return caller
-        frame = frame.f_back
-    return frame
-
-
 def _install_optimizer_hooks() -> Callable[[], None]:
-    # A step inside a step of the same optimizer, as of a derived class, is part of it.
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks, outside_callers_context():
             for observer in OBSERVERS:
                 observer.before_step(optimizer)
-            outer = _begun.get(id(optimizer))  # of a class whose step calls that of its base
-            if outer is None or has_ended(outer.frame):
-                begun = vars(optimizer)[_BEGUN_ATTRIBUTE] = BegunStep(optimizer, _step_frame())
-                _begun[id(optimizer)] = begun
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks, outside_callers_context():
-            begun = _begun.get(id(optimizer))
-            is_outermost = begun is not None and begun.frame is _step_frame()
-            if begun is not None and is_outermost:
-                forget_step(begun)
-            _note_step(optimizer, is_outermost=is_outermost)
+            sharded = sharded_parameters(optimizer)
+            note_optimizer_step([p for p, _ in sharded])
+            for root in roots_stepped_by(optimizer, sharded):
+                root.planner.steps.note()
             for observer in OBSERVERS:
                 observer.after_step(optimizer)
 
@@ -262,14 +197,6 @@ def _install_optimizer_hooks() -> Callable[[], None]:
 
 optimizer_hooks = GlobalHooks(_install_optimizer_hooks)
 """The hooks that tell observers of steps, and count them."""
-
-
-def _note_step(optimizer: torch.optim.Optimizer, *, is_outermost: bool) -> None:
-    """Record a step for the roots that ``optimizer`` steps."""
-    sharded = sharded_parameters(optimizer)
-    note_optimizer_step([p for p, _ in sharded])
-    for root in roots_stepped_by(optimizer, sharded):
-        root.planner.steps.note(is_outermost=is_outermost)
 
 
 def roots_stepped_by(

@@ -570,20 +570,17 @@ _steps = 0
 
 
 class OptimizerSteps:
-    """The steps of the optimizers that hold parameters of one root, or their local shards.
+    """The ``number`` of steps of the optimizers that hold parameters of one root, or their local shards.
 
-    Attributes:
-        number: the number of steps, those inside another step of the same optimizer included.
-        completed: the number of steps as the program calls them. The same on all ranks, unless one has failed.
+    A step inside a step of the same optimizer, as that of a base class, counts as another one.
     """
 
     def __init__(self) -> None:
-        self.number = self.completed = 0
+        self.number = 0
 
-    def note(self, *, is_outermost: bool = True) -> None:
-        """Count one step, that of the program if ``is_outermost``."""
+    def note(self) -> None:
+        """Count one step."""
         self.number += 1
-        self.completed += is_outermost
 
 
 def note_optimizer_step(sharded: Sequence[torch.Tensor]) -> None:

@@ -84,7 +84,7 @@ from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
 from composable_fsdp.plugins.module_calls import OwnHooks, direct_calls
 from composable_fsdp.plugins.profiler_labels import ProfilerLabels
-from composable_fsdp.plugins.recovery import Recovery
+from composable_fsdp.plugins.recovery import BegunSteps, Recovery
 from composable_fsdp.plugins.shared_memory.shared_parameters import Epochs, SharedParameters
 from composable_fsdp.plugins.shared_memory.shm_communicator import in_shared_memory
 from composable_fsdp.plugins.skipped_modules import SkippedModules
@@ -165,7 +165,7 @@ DEFAULT_REDUCE_KINDS: tuple[type[ReduceKind], ...] = (
 
 DEFAULT: tuple[type[Observer], ...] = (
     FullParameters,  # before those that change the groups of a new root
-    OptimizerChecks,  # before Recovery: a step that they refuse has not begun
+    OptimizerChecks,
     Recovery,  # before others that are told of the end of a reset, so that it is told last: it may refuse
     ReportedPasses,
     OrderCheckLevel,
@@ -188,6 +188,7 @@ DEFAULT: tuple[type[Observer], ...] = (
     Epochs,
     SkippedModules,
     FunctionalCalls,
+    BegunSteps,  # after others: a step that they refuse has not begun
 )
 """The observers of every root, in their order."""
 

@@ -6,15 +6,22 @@ before the others have noticed the failure. If all ranks failed at the same plac
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType, FunctionType
+from typing import cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 
+from composable_fsdp._consistency.main_thread import has_ended
 from composable_fsdp._consistency.process_groups import timeout_of
 from composable_fsdp._consistency.rank_report import ABANDONED, RESET, ranks_text
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._core.comm import communicators, reopen
-from composable_fsdp._core.hooks import failed_steps, forget_step
+from composable_fsdp._core.hooks import roots_stepped_by, sharded_parameters
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.errors import DivergenceError, PeerError
@@ -44,7 +51,7 @@ class Recovery(Observer):
         """
         failed, watchdog = failed_steps(root), job_watchdog()
         if failed and watchdog is not None and connections(root.states.values()):
-            name, number = type(failed[0].optimizer).__name__, root.planner.steps.completed
+            name, number = type(failed[0].optimizer).__name__, _completed_steps(root)
             text = f"raised in a step of {name}, so that it holds parameters of {number} optimizer steps"
             watchdog.fail(f"{text}, and ranks on which the step succeeded hold those of {number + 1}")
             raise DivergenceError(
@@ -68,7 +75,7 @@ class Recovery(Observer):
         failed = watchdog.has_failed or any(each.is_broken for each in communicators(groups))
         if not groups:
             return failed
-        ranks, completed = _ranks(states), root.planner.steps.completed
+        ranks, completed = _ranks(states), _completed_steps(root)
         if not failed:
             failed = bool(steps_that_raised) or any(map(root.may_come_back_to, states))
             watchdog.fail(ABANDONED if failed else RESET, tuple(ranks))
@@ -128,3 +135,70 @@ def _position(group: dist.ProcessGroup) -> str:
     """Return this rank's position in the sequence of operations over ``group``, or ``"broken"`` if one has failed."""
     known = list(communicators([group]))
     return "broken" if any(each.is_broken for each in known) else ",".join(str(each.launched) for each in known)
+
+
+@dataclass(eq=False)
+class BegunStep:
+    """A step of ``optimizer``, which owns it, that ``frame`` executes, or did until an exception ended it."""
+
+    optimizer: torch.optim.Optimizer
+    frame: FrameType
+
+
+_BEGUN_ATTRIBUTE = "_composable_fsdp_begun_step"
+"""The attribute of optimizers with their :class:`BegunStep`. Copies and pickles do not have it."""
+_begun: WeakValueDictionary[int, BegunStep] = WeakValueDictionary()
+"""The steps that have begun and did not succeed, by the ``id`` of their optimizer."""
+_inner_steps: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+"""By root, the number of steps inside of a step of the same optimizer, as that of a base class."""
+
+
+def failed_steps(root: object) -> list[BegunStep]:
+    """Return the steps of parameters of ``root`` that an exception has ended, and that were not repeated since."""
+    ended = [step for step in list(_begun.values()) if has_ended(step.frame)] if _begun else []
+    return [s for s in ended if any(root is r for r in roots_stepped_by(s.optimizer, sharded_parameters(s.optimizer)))]
+
+
+def forget_step(step: BegunStep) -> None:
+    """Forget ``step``, which has succeeded, or for which ranks have met."""
+    vars(step.optimizer).pop(_BEGUN_ATTRIBUTE, None)
+
+
+_STEP_CODE = cast(FunctionType, torch.optim.Optimizer.profile_hook_step(print)).__code__
+"""The code of torch's function around the steps of all optimizers, which calls the hooks."""
+
+
+def _step_frame() -> FrameType:
+    """Return the frame of the optimizer step that has called a hook. Dynamo runs it with code of its own.
+
+    In a compiled step the second hook is called by a frame for the part after a graph break, below that of the step.
+    """
+    frame = caller = sys._getframe(3)
+    while (frame.f_code.co_name, frame.f_code.co_filename) != (_STEP_CODE.co_name, _STEP_CODE.co_filename):
+        if frame.f_back is None:
+            return caller
+        frame = frame.f_back
+    return frame
+
+
+class BegunSteps(Observer):
+    """Notes which steps of optimizers have begun, and not succeeded."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        outer = _begun.get(id(optimizer))  # of a class whose step calls that of its base
+        if outer is None or has_ended(outer.frame):
+            begun = vars(optimizer)[_BEGUN_ATTRIBUTE] = BegunStep(optimizer, _step_frame())
+            _begun[id(optimizer)] = begun
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        begun = _begun.get(id(optimizer))
+        if begun is not None and begun.frame is _step_frame():
+            forget_step(begun)
+            return
+        for root in roots_stepped_by(optimizer, sharded_parameters(optimizer)):
+            _inner_steps[root] = _inner_steps.get(root, 0) + 1
+
+
+def _completed_steps(root: ObservedRoot) -> int:
+    """Return the number of steps as the program calls them: the same on all ranks, unless one has failed."""
+    return root.planner.steps.number - _inner_steps.get(root, 0)

@@ -46,15 +46,14 @@ from tests._internals import (
     has_died,
     has_ended,
     level_through_store,
-    main_thread,
     main_thread_frames,
     order_check_from,
     process_identity,
     user_line,
     wait_text,
     waits_in_torch,
+    watchdog,
 )
-from tests._internals import watchdog as watchdog
 from tests.helpers.cut_off_store import PartitionableStore
 from tests.helpers.fresh_process import run_program
 from tests.helpers.threads import run_in_threads
@@ -376,10 +375,10 @@ def test_an_interrupt_that_the_user_handles_ends_no_wait() -> None:
     handled: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: handled.append(number))
     try:
-        main_thread.listen()
+        watchdog.listen()
         signal.raise_signal(signal.SIGINT)
-        assert not main_thread.arrived()
-        main_thread.stop_listening()
+        assert not watchdog.arrived()
+        watchdog.stop_listening()
     finally:
         signal.signal(signal.SIGINT, before)
     assert handled == [signal.SIGINT]
@@ -387,17 +386,17 @@ def test_an_interrupt_that_the_user_handles_ends_no_wait() -> None:
 
 @pytest.mark.parametrize("handled", [False, True])
 def test_an_interrupt_is_seen_once_and_only_by_the_wait_in_which_it_came(handled: bool) -> None:
-    main_thread.listen()
+    watchdog.listen()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     if handled:
-        main_thread.stop_listening()
-        main_thread.listen()
+        watchdog.stop_listening()
+        watchdog.listen()
     try:
-        assert main_thread.arrived() is not handled
-        assert not main_thread.arrived()
+        assert watchdog.arrived() is not handled
+        assert not watchdog.arrived()
     finally:
-        main_thread.stop_listening()
+        watchdog.stop_listening()
 
 
 def test_a_wait_leaves_the_file_descriptor_of_another_library_alone() -> None:
@@ -405,8 +404,8 @@ def test_a_wait_leaves_the_file_descriptor_of_another_library_alone() -> None:
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)
     try:
-        main_thread.listen()
-        main_thread.stop_listening()
+        watchdog.listen()
+        watchdog.stop_listening()
         assert signal.set_wakeup_fd(before) == writer
     finally:
         signal.set_wakeup_fd(before)
