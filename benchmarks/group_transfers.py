@@ -21,7 +21,7 @@ from report import interleaved, parser, publish, ratios, sequential, spread, tim
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._core.launch import reduce_together
+from composable_fsdp._core.backward import reduce_together
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.state import state_of
 

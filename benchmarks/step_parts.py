@@ -24,9 +24,9 @@ from step_time import WARM_UP
 from torch.distributed.device_mesh import init_device_mesh
 from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Task
 
+from composable_fsdp._core.backward import GroupReduction
 from composable_fsdp._core.gather import AllGather
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.launch import GroupReduction
 from composable_fsdp._core.root import Root
 from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
 from composable_fsdp.plugins.shared_memory.engine import ShmWork

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core import gather as core_gather
     from composable_fsdp._core import group as core_group
     from composable_fsdp._core import reduce as core_reduce
-    from composable_fsdp._core.backward import ReductionQueue
+    from composable_fsdp._core.backward import ReductionQueue, reduce_together
     from composable_fsdp._core.comm import (
         Around,
         Collective,
@@ -96,7 +96,6 @@ if TYPE_CHECKING:
         traits_of,
     )
     from composable_fsdp._core.hooks import root_of
-    from composable_fsdp._core.launch import StreamLauncher, reduce_together
     from composable_fsdp._core.layout import (
         ALIGNMENT_BYTES,
         NEVER_ZERO_COPY,
@@ -150,7 +149,7 @@ if TYPE_CHECKING:
         take_gradients,
     )
     from composable_fsdp._core.reduce import BucketReducer, ReducedBucket
-    from composable_fsdp._core.root import _MOST_FORWARDS, Root
+    from composable_fsdp._core.root import _MOST_FORWARDS, Root, StreamLauncher
     from composable_fsdp._core.schedule import Planner
     from composable_fsdp._core.seams import outside_callers_context
     from composable_fsdp._core.state import (

@@ -1,41 +1,32 @@
-"""A root's progress through a backward, its queue of reductions, and what it refuses."""
+"""A root's progress through a backward, its reductions and their queue, and the verbs by which it acts."""
 
 from __future__ import annotations
 
-import threading
-import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch.autograd.graph import Node
 
+from composable_fsdp import trace
+from composable_fsdp._core.comm import Communicator
+from composable_fsdp._core.gather import reduce_scatter_wire_bytes
 from composable_fsdp._core.group import AutogradTask, ParamGroup
-from composable_fsdp._core.group_plan import HELD_GRADIENTS, LOCAL_GRADIENTS, ParameterState
-from composable_fsdp._core.launch import FusedBuckets, GroupReduction, reduce_together
+from composable_fsdp._core.group_plan import (
+    HELD_GRADIENTS,
+    LOCAL_GRADIENTS,
+    ParameterState,
+    describe_groups,
+    plan_group,
+)
+from composable_fsdp._core.memory import CommStreams, InFlight
+from composable_fsdp._core.params import accept_gradients
+from composable_fsdp._core.reduce import BucketReducer, BucketReduction, ReducedBucket, stages_of
 from composable_fsdp._core.schedule import Planner
-from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, ForwardCall, ForwardRecord, FSDPState
-from composable_fsdp.errors import ConfigurationError, LifecycleError
-
-
-def another_thread(state: FSDPState, thread: threading.Thread, kind: str, root: FSDPState) -> LifecycleError:
-    """Return the error for a forward of ``state`` while ``thread`` is inside a pass of ``kind``."""
-    return LifecycleError(
-        f"thread {threading.current_thread().name!r} began a forward of {state.name!r} while thread "
-        f"{thread.name!r} is inside the {kind} of {root.name!r}. A sharded model is not "
-        "re-entrant: let one thread run it at a time, or give each a copy of its own. If that pass was left by "
-        "an exception, call reset_iter_state() on the root module."
-    )
-
-
-def left_by_an_exception(state: FSDPState, kind: str, root: FSDPState) -> LifecycleError:
-    """Return the error for a forward of ``state`` that begins while a pass of ``kind`` has not ended."""
-    return LifecycleError(
-        f"the forward of {state.name!r} begins while the last {kind} pass under {root.name!r} "
-        "has not ended; it was probably left by an exception. Call reset_iter_state() on the root module "
-        "before the next step."
-    )
+from composable_fsdp._core.state import Accumulation, ForwardCall, ForwardRecord, FSDPState
+from composable_fsdp.errors import LifecycleError
 
 
 def unwatched_output(state: FSDPState) -> LifecycleError:
@@ -46,41 +37,6 @@ def unwatched_output(state: FSDPState) -> LifecycleError:
         "torch.utils._pytree.register_pytree_node; if it hands tensors on in another way, shard it with "
         "reshard_after_forward=False. Then call reset_iter_state() on the root module before the next step."
     )
-
-
-def warn_of_lost_gradients(state: FSDPState) -> None:
-    """Warn that backwards went through ``state``, and that none of its parameters has a gradient."""
-    warnings.warn(
-        f"backward went through {state.name!r}, but left no gradient on any of its parameters. Pipeline schedules that "
-        "compute the gradients of weights apart from those of inputs, such as zero bubble, look for the parameters "
-        "before backward brings them into memory: shard their stages with reshard_after_forward=False.",
-        stacklevel=2,
-    )
-
-
-def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
-    """Check that no state has another value of a root setting than ``root``, except the default, for the root's value.
-
-    Raises:
-        ConfigurationError: a group below ``root`` has another value. The text has both.
-    """
-    of_root = _values(root)
-    for state in states:
-        for name, value in _values(state).items():
-            if value not in (of_root.get(name), None):
-                only = "" if root.options.of_plugins.get(name) is not None else " only"
-                setter = "set_order_check" if name == "order check" else "set_schedule"
-                remedy = f"Call {setter} on the root{only}."
-                remedy = "Give all of them meshes of one device type." if name == "device" else remedy
-                raise ConfigurationError(
-                    f"the {name} of {state.name!r} ({state.class_name}) is {value}, but that of {root.name!r} "
-                    f"({root.class_name}), which contains it, is {of_root.get(name)}, and one counts for all. {remedy}"
-                )
-
-
-def _values(state: FSDPState) -> dict[str, object]:
-    options = {name: getattr(state.options, name) for name in ROOT_OPTIONS}
-    return {"device": state.group.axes.device, **state.options.of_plugins, **options}
 
 
 # Up to Python 3.11, a member takes as long as a call to look up on its enum.
@@ -246,11 +202,206 @@ class Progress:
         )
 
 
+# -- Reductions of groups, alone or fused, and their queue
+
+_is_offloaded, _gradient_bytes = attrgetter("is_offloaded"), attrgetter("plan.gradient_bytes")
+
+
+def reduce_together(
+    members: Sequence[ParamGroup],
+    streams: CommStreams,
+    fused_buckets: FusedBuckets | None = None,
+    *,
+    is_partial: bool = False,
+) -> GroupReduction | None:
+    """Return the reduction of all gradients of ``members``. Groups without gradients are skipped; ``None`` if all are.
+
+    Args:
+        members: the groups.
+        streams: the streams to launch on.
+        fused_buckets: the known ones; ``None`` if the messages of several groups are not to be fused.
+        is_partial: reduce over the shard axis only, and keep the sum, in the reduce dtype, for a later reduction.
+    """
+    taken = [member for member in members if member.start_reducing()]
+    return GroupReduction(taken, streams, fused_buckets, is_partial=is_partial) if taken else None
+
+
+class GroupReduction:
+    """A reduction of :func:`reduce_together`: launched once, and then completed. The queue that completes it owns it.
+
+    Attributes:
+        nbytes: the gradient bytes, in the dtype of the sum.
+    """
+
+    __slots__ = ("_fused_buckets", "_pending", "_streams", "is_partial", "members", "nbytes")
+    _pending: InFlight[list[ReducedBucket]]
+
+    def __init__(
+        self,
+        members: Sequence[ParamGroup],
+        streams: CommStreams,
+        fused_buckets: FusedBuckets | None,
+        *,
+        is_partial: bool,
+    ) -> None:
+        self.members, self.is_partial = members, is_partial
+        self._streams, self._fused_buckets = streams, fused_buckets
+        self.nbytes: int = sum(map(_gradient_bytes, members))
+
+    def run(self) -> None:
+        """Take the gradients and launch their reduction: its first stage, if it has two."""
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            begin = trace.now() if trace.listeners else None
+            members, pending = self.members, cast("InFlight[Any] | None", None)
+            # Take the gradients, of all members in fused messages if these can share them.
+            first, fused = members[0], self._fused_buckets if len(members) > 1 and not self.is_partial else None
+            reductions: list[BucketReduction] = []
+            if fused is not None and first.is_reduced_like(members[1:]):
+                reductions = first.reductions_of(_fused_buckets(members, fused))
+            if not reductions:
+                for member in members:
+                    reductions += member.reductions_of([bucket.reducer for bucket in member.buckets])
+            name = first.name if len(members) == 1 else describe_groups([member.name for member in members])
+            # Launch the first stage. Later ones are launched once it is done.
+            for stage in stages_of(self._streams, reductions, first.axes.device, name, is_partial=self.is_partial):
+                pending = stage.stream.run(stage.launch, stage.finish, after=pending)
+            assert pending is not None
+            self._pending = pending
+            for member in members:
+                if trace.listeners:
+                    moved = reduce_scatter_wire_bytes(member.buckets, were_summed=member.were_summed)
+                    stream = self._streams.reduce.name
+                    trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
+                # Each group knows that its gradients are on their way.
+                member.begin_reduction(pending, is_partial=self.is_partial)
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
+
+    def start(self) -> None:
+        """Launch the second stage, which waited for the first."""
+        self._pending.start()
+
+    def complete(self, unread: list[GroupReduction] | None = None) -> None:
+        """Wait, and set the sharded gradients; a partial reduction keeps its sums instead.
+
+        Args:
+            unread: earlier reductions that wait for the host. If there are any, or if flags would block the host, only
+                the stream waits: this reduction holds no buffers then, and joins them.
+        """
+        begin = trace.now() if trace.listeners else None
+        is_offloaded = any(map(_is_offloaded, self.members))
+        reduced = self._pending.synchronize() if is_offloaded else self._pending.wait()
+        if unread is not None and (unread or any(bucket.may_come_later for bucket in reduced)):
+            unread.append(self)
+            return
+        # Set the gradients, after the flags are read that say which ones are real.
+        try:
+            for bucket in reduced:
+                if bucket.flags is not None:
+                    self._pending.synchronize()
+                    bucket = bucket.select()
+                accept_gradients(bucket.parameters, bucket.gradients)
+        except RuntimeError:
+            for parameter in (parameter for bucket in reduced for parameter in bucket.parameters):
+                parameter.check_grad_dtype()  # the cause, if that of torch's error
+            raise
+        # The state tables move on.
+        for member in self.members:
+            member.end_reduction(is_partial=self.is_partial)
+            if trace.listeners and not self.is_partial:
+                trace.emit(trace.Operation.REDUCED, member.name, begin=begin)
+
+
+FusedBuckets: TypeAlias = dict[ParamGroup, tuple[list[object], tuple[BucketReducer, ...]]]
+"""The fused buckets of several groups by the first of them, with the groups, plans and communicators of all."""
+
+
+def _fused_buckets(members: Sequence[ParamGroup], known: FusedBuckets) -> Sequence[BucketReducer]:
+    """Return fused buckets for all parameters of ``members``, or none if these cannot share messages.
+
+    They cannot if their process groups differ, or if gradients have a reduce kind. The result is the same on every
+    rank. Buckets are kept in ``known``; they hold layouts only, no values.
+    """
+    made_of: list[object] = [part for t in members for part in (t, t.plan, t.process_groups[0].scatter)]
+    found = known.get(members[0])
+    if found is None or found[0] != made_of:
+        found = known[members[0]] = (made_of, _fuse(members))
+    return found[1]
+
+
+def _route(group: ParamGroup) -> tuple[Communicator, Communicator, float | None] | None:
+    """Return the communicators and the divisor of all gradients of ``group``, or ``None`` if these have several.
+
+    Gradients with a reduce kind, and those of parameters that a gather may make anew, count as such.
+    """
+    pgs, *others = group.process_groups
+    if others or any(bucket.reducer.own is not None or bucket.creates_parameters for bucket in group.buckets):
+        return None
+    return pgs.scatter, pgs.axes.replicate, pgs.axes.divide
+
+
+def _fuse(members: Sequence[ParamGroup]) -> tuple[BucketReducer, ...]:
+    first, pgs, routes = members[0], members[0].process_groups[0], [_route(member) for member in members]
+    if None in routes or any(route != routes[0] for route in routes):
+        return ()
+    # One plan for the parameters of all groups, as if they were one group.
+    specs = tuple(spec for group in members for spec in group.plan.specs)
+    parameters = [parameter for group in members for parameter in group.parameters]
+    return tuple(
+        BucketReducer(
+            plan,
+            [parameters[i] for i in plan.indices],
+            pgs,
+            first.device,
+            parameters[plan.indices[0]].local.device,
+            pin_memory=plan.pins_memory,
+        )
+        for plan in plan_group(specs, (pgs.plan_options(),)).buckets
+    )
+
+
+class Launcher(Protocol):
+    """The verbs by which a root acts: :class:`StreamLauncher` on a device, and a dry run without one."""
+
+    streams: CommStreams
+    has_streams: bool
+    """False if the host waits for collectives."""
+
+    def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
+        """Launch one all-gather, called ``label`` in errors, of those of ``groups`` that are sharded."""
+
+    def wait(self, group: ParamGroup) -> None:
+        """Wait for the all-gather of ``group`` and register its unsharded parameters."""
+
+    def free(self, group: ParamGroup) -> None:
+        """Register the sharded parameters of ``group``, and free the unsharded ones."""
+
+    def shrink(self, group: ParamGroup, mesh_size: int) -> None:
+        """Free ``group``, but keep a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
+
+    def reduce(self, reduction: GroupReduction) -> None:
+        """Launch ``reduction``. If it has two stages, this is the first one."""
+
+    def start(self, reduction: GroupReduction) -> None:
+        """Launch the second stage of ``reduction``, if it has one and that is not launched yet."""
+
+    def finish(self, reduction: GroupReduction, unread: list[GroupReduction] | None = None) -> None:
+        """Wait for ``reduction``, and set the sharded gradients.
+
+        If the host would wait for flags, or ``unread`` has earlier reductions, append ``reduction`` to it instead.
+        """
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when autograd has run the backward that runs now."""
+
+
 class ReductionQueue:
     """The reductions of one root, in the order of their launch. Each holds memory until it is finished."""
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+    def __init__(self, planner: Planner, launcher: Launcher) -> None:
+        self._planner, self.launcher = planner, launcher
         self._in_flight: deque[GroupReduction] = deque()
         self._unread: list[GroupReduction] = []
         """Reductions before those in flight, which hold no buffers any more. Flags of the first block the host."""
@@ -258,7 +409,7 @@ class ReductionQueue:
         """The number of reductions in flight; ``None`` limits their bytes instead."""
         self.waiting: set[FSDPState] = set()
         """States whose gradients are complete and wait for those of their fusion."""
-        self._fused_buckets = FusedBuckets()
+        self._fused_buckets: FusedBuckets = {}
         self._fusions: dict[FSDPState, Sequence[FSDPState]] = {}
         """The fused reductions, by state. Kept because finding one takes a look at every member."""
         self._fusions_for: object = None
@@ -295,7 +446,7 @@ class ReductionQueue:
         # Choose the groups that are reduced together.
         members = [state.group] if is_held else self._ready_with(state, at_end=at_end)
         # Groups without gradients drop out. The launch takes the gradients.
-        launcher, is_partial = self._planner.launcher, not is_held and state.keeps_partial
+        launcher, is_partial = self.launcher, not is_held and state.keeps_partial
         reduction = reduce_together(members, launcher.streams, self._fused_buckets, is_partial=is_partial)
         if reduction is None:
             return
@@ -347,7 +498,7 @@ class ReductionQueue:
         self._in_flight.extendleft(reversed(self._unread))
         self._unread.clear()
         while self._in_flight:
-            self._planner.launcher.finish(self._in_flight.popleft())
+            self.launcher.finish(self._in_flight.popleft())
 
     def abandon(self) -> None:
         """Forget all reductions in flight, which will not complete."""
@@ -387,7 +538,7 @@ class ReductionQueue:
         """
         for _ in range(len(self._in_flight)):
             reduction = self._in_flight.popleft()
-            self._planner.launcher.start(reduction)
+            self.launcher.start(reduction)
             self._in_flight.append(reduction)
 
 

@@ -23,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import PyTree
 
 from composable_fsdp._core.group import AutogradTask
-from composable_fsdp._core.launch import StreamLauncher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.params import (
     alias_of,
@@ -34,7 +33,7 @@ from composable_fsdp._core.params import (
 )
 from composable_fsdp._core.pytree import CallInputs, InputView, cycle_error, map_tensors, tensors_in
 from composable_fsdp._core.registration import shard_full_tensor
-from composable_fsdp._core.root import Root
+from composable_fsdp._core.root import Root, StreamLauncher
 from composable_fsdp._core.seams import (
     HOOK_FRAMES,
     HOOK_WRAPPERS,

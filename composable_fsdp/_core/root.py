@@ -14,25 +14,27 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import Variable
 
+from composable_fsdp import trace
 from composable_fsdp._core.backward import (
     Finalization,
+    GroupReduction,
+    Launcher,
     Progress,
     ReductionQueue,
-    another_thread,
-    check_settings,
-    left_by_an_exception,
+    reduce_together,
     unwatched_output,
-    warn_of_lost_gradients,
 )
-from composable_fsdp._core.group import UNSHARD_STARTED, AutogradTask
+from composable_fsdp._core.gather import AllGather
+from composable_fsdp._core.group import UNSHARD_STARTED, AutogradTask, ParamGroup
 from composable_fsdp._core.group_plan import HELD_GRADIENTS, LOCAL_GRADIENTS, GradientState, Hook, ParameterState, Pass
-from composable_fsdp._core.launch import Launcher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.schedule import PlannedRun, Planner
 from composable_fsdp._core.seams import (
@@ -143,9 +145,9 @@ class Root:
         self.post_optimizer_event: Any = None
         self.refuse: Callable[[], None] | None = None
         self.leads_to_backward: Callable[[], bool] = torch.is_grad_enabled
-        self.planner = Planner(root_state, states, launcher)
+        self.planner = Planner(root_state, states, has_streams=launcher.has_streams)
         self.progress = Progress(states.values(), task)
-        self.queue = ReductionQueue(self.planner)
+        self.queue = ReductionQueue(self.planner, launcher)
         self._pass = IDLE
         self._thread: threading.Thread | None = None
         """The thread that began the current pass."""
@@ -473,7 +475,7 @@ class Root:
 
     def act_by(self, launcher: Launcher) -> None:
         """Let ``launcher`` do what this root decides from now on."""
-        self.launcher = self.planner.launcher = launcher
+        self.launcher = self.queue.launcher = launcher
 
     @property
     def streams(self) -> CommStreams:
@@ -572,7 +574,13 @@ class Root:
         group.notice_gradients()
         has_lost = group.gradient_state not in HELD_GRADIENTS and group.plan.num_trainable
         if has_lost and group.were_summed and state in self.progress.reached:
-            warn_of_lost_gradients(state)
+            warnings.warn(
+                f"backward went through {state.name!r}, but left no gradient on any of its parameters. Pipeline "
+                "schedules that compute the gradients of weights apart from those of inputs, such as zero bubble, look "
+                "for the parameters before backward brings them into memory: shard their stages with "
+                "reshard_after_forward=False.",
+                stacklevel=2,
+            )
 
     def reset(self) -> None:
         """Return to IDLE from any state.
@@ -646,7 +654,12 @@ class Root:
             return
         # A recomputation is in a thread of autograd, which has one for each device.
         if self._pass is FORWARD or self.progress.task.is_outside:
-            raise another_thread(state, thread, self._pass.value, self.root_state)
+            raise LifecycleError(
+                f"thread {threading.current_thread().name!r} began a forward of {state.name!r} while thread "
+                f"{thread.name!r} is inside the {self._pass.value} of {self.root_state.name!r}. A sharded model is not "
+                "re-entrant: let one thread run it at a time, or give each a copy of its own. If that pass was left by "
+                "an exception, call reset_iter_state() on the root module."
+            )
 
     def check_available(self) -> None:
         """Raise a ``LifecycleError`` if no module may run now."""
@@ -657,7 +670,11 @@ class Root:
         """Raise an error if an earlier pass ended in an exception without recovery."""
         has_failed = state is self.outermost if self._pass is FORWARD else self.progress.task.is_outside
         if self._pass is not IDLE and has_failed:
-            raise left_by_an_exception(state, self._pass.value, self.root_state)
+            raise LifecycleError(
+                f"the forward of {state.name!r} begins while the last {self._pass.value} pass under "
+                f"{self.root_state.name!r} has not ended; it was probably left by an exception. Call "
+                "reset_iter_state() on the root module before the next step."
+            )
 
     def verify_ranks(self) -> None:
         """Check the settings, and let observers compare the model across ranks, once, before the first collective."""
@@ -666,10 +683,68 @@ class Root:
 
     @runs_unseen
     def _verify_ranks(self) -> None:
-        check_settings(self.root_state, self.states.values())
         for state in self.states.values():
             state.group.check_grad_dtypes()
             state.group.note_reduce_dtypes()
         for observe in self.observers.before_first_collective:
             observe(self)
         self.is_verified = True
+
+
+class StreamLauncher:
+    """Launches on ``streams``, those of a device."""
+
+    def __init__(self, streams: CommStreams) -> None:
+        self.streams = streams
+        self.has_streams = streams.device.has_streams
+
+    def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
+        """Launch one all-gather for those of ``groups`` that need it, called ``label`` in errors.
+
+        If this raises, their unsharded memory is freed, unless part of the all-gather is in flight.
+        """
+        # Apply changes of parameters, and choose the groups.
+        needed = []
+        for group in groups:
+            if group.gradient_state in HELD_GRADIENTS and group.was_flipped:
+                held = reduce_together((group,), self.streams)  # first, as the next plan has another layout
+                if held is not None:
+                    held.run()
+                    held.complete()
+            if group.needs_gather():
+                needed.append(group)
+        # Launch, by the last all-gather if that was of the same buckets.
+        buckets = [bucket for group in needed for bucket in group.slices or group.buckets]
+        pending, begin = None, None
+        if buckets:  # not, for example, a root whose parameters all belong to nested modules
+            begin = trace.now() if trace.listeners else None
+            first = needed[0]
+            gather = first.last_gather
+            if gather is None or not gather.is_of(buckets):
+                gather = AllGather(buckets, first.axes.device)
+                if not first.slices:  # slices are new objects in each pass
+                    first.last_gather = gather
+            gather.begin(label)
+            try:
+                # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
+                pending = self.streams.gather.run(
+                    gather.launch, gather.finish, allocate=gather.allocate, prepare=gather.prepare, finish_in_wait=True
+                )
+            except BaseException:
+                if not gather.writes_to_places:
+                    for bucket in (bucket for group in needed for bucket in group.buckets):
+                        bucket.free()
+                raise
+        for group in needed:
+            group.begin_gather(pending, self.streams.gather.name, begin)
+
+    wait = staticmethod(ParamGroup.wait)
+    free = staticmethod(ParamGroup.reshard)
+    shrink = staticmethod(ParamGroup.shrink)
+    reduce = staticmethod(GroupReduction.run)
+    start = staticmethod(GroupReduction.start)
+    finish = staticmethod(GroupReduction.complete)
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(callback)

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.group_plan import SMALL_BYTES, GroupPlan, Hook, ParameterState, describe_groups
-from composable_fsdp._core.launch import Launcher
 from composable_fsdp._core.params import OptimizerSteps
 from composable_fsdp._core.state import ForwardRecord, FSDPState, Options, alive
 from composable_fsdp.policies import ReshardKind
@@ -245,8 +244,8 @@ class Planner:
         inputs: what plans are made from, at the last call of :meth:`refresh`.
     """
 
-    def __init__(self, root: FSDPState, states: Mapping[str, FSDPState], launcher: Launcher) -> None:
-        self._root, self.states, self.launcher = root, states, launcher
+    def __init__(self, root: FSDPState, states: Mapping[str, FSDPState], *, has_streams: bool) -> None:
+        self._root, self.states, self._has_streams = root, states, has_streams
         self.steps = OptimizerSteps()
         self.steps_at_forward = 0
         self.record = self.known = ForwardRecord()
@@ -371,7 +370,7 @@ class Planner:
         limits = [each for state in self.states.values() if (each := state.options.reductions_in_flight)]
         if limits:
             return max(limits)
-        return None if self.launcher.has_streams else 1
+        return None if self._has_streams else 1
 
     @property
     def fused_for(self) -> tuple[Fusions, PlanInputs]:
@@ -419,7 +418,7 @@ class Planner:
         facts = {name: _facts_of(state, self._root, names, fused_bytes) for name, state in states.items()}
         known = (key[0] for key, _ in self._plans)  # so that equal facts are identical
         same = next((other for other in known if other == facts), facts)
-        limits = Limits(ahead, fused_bytes, self.launcher.has_streams)
+        limits = Limits(ahead, fused_bytes, self._has_streams)
         self.inputs = PlanInputs(same, limits, sources)
         self._eager.clear()
         return self.inputs

@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 
+from composable_fsdp._core.backward import GroupReduction
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.group_plan import (
     Event,
@@ -25,7 +26,6 @@ from composable_fsdp._core.group_plan import (
     ParameterOperation,
     ParameterState,
 )
-from composable_fsdp._core.launch import GroupReduction
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import OBSERVERS, Observer
 from composable_fsdp._core.state import (

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch.autograd import profiler
 
+from composable_fsdp._core.backward import GroupReduction, Launcher
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.group_plan import Hook, ParameterState, describe_groups
-from composable_fsdp._core.launch import GroupReduction, Launcher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.seams import ObservedRoot, Observer
 

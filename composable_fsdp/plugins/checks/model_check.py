@@ -27,8 +27,8 @@ from composable_fsdp._consistency.verify_ranks import SHOWN_RANKS, gather_texts,
 from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.params import ShardedParameter, local_part
 from composable_fsdp._core.seams import ObservedRoot, Observer
-from composable_fsdp._core.state import FSDPState, state_of_parameter
-from composable_fsdp.errors import DivergenceError, ParameterError
+from composable_fsdp._core.state import ROOT_OPTIONS, FSDPState, state_of_parameter
+from composable_fsdp.errors import ConfigurationError, DivergenceError, ParameterError
 
 SAMPLED = 64
 """The number of elements compared per tensor."""
@@ -176,7 +176,7 @@ def _equal_shards(details: Mapping[int, str], shard_ranks: Mapping[int, int]) ->
 
 
 class ModelCheck(Observer):
-    """Compares the models of all ranks before the first collective."""
+    """Compares the settings of groups, and the models of all ranks, before the first collective."""
 
     def given_values(self, parameter: ShardedParameter, full: torch.Tensor) -> None:
         state = state_of_parameter(parameter)
