@@ -242,7 +242,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.shared_memory.shared_parameters import SharedBucket
     from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
     from composable_fsdp.plugins.shared_memory.shm_socket import Message, ShmSocket
-    from composable_fsdp.plugins.skipped_modules import UnusedGroups
+    from composable_fsdp.plugins.skipped_modules import UnusedGroups, newly_reached
     from composable_fsdp.plugins.smaller_mesh import plan_slices, smaller_shard_axis
     from composable_fsdp.plugins.torch_views import ClientState
     from composable_fsdp.plugins.visible_collectives import Visible

@@ -22,13 +22,14 @@ from composable_fsdp._api.torch_types import (
 )
 from composable_fsdp._core.full_mesh import FullMesh, default_mesh, named_data_parallel_axes, warn_without_cpu_backend
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.hooks import install_hooks, optimizer_hooks, wrap_forward_method
+from composable_fsdp._core.hooks import install_hooks, optimizer_hooks
 from composable_fsdp._core.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp._core.params import note_replaced
 from composable_fsdp._core.seams import OBSERVERS, check_observers, outside_callers_context
 from composable_fsdp._core.state import FSDPState, Options, find_ignored, find_state, state_of
 from composable_fsdp._other_names import FSDP1_ARGUMENTS
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
+from composable_fsdp.plugins.module_calls import wrap_forward_method
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,

@@ -7,10 +7,10 @@ from typing import Any, SupportsFloat, cast
 
 import torch
 
-from composable_fsdp._core.backward import check_settings
 from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
+from composable_fsdp.plugins.checks.model_check import check_settings
 
 __all__ = ["check_between_steps", "check_count", "check_factor", "on_stream", "set_root_options"]
 

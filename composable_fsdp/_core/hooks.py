@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from itertools import count
-from types import FrameType, FunctionType, MethodType
-from typing import Any, TypeAlias, TypeGuard, cast
+from types import FrameType, FunctionType
+from typing import Any, TypeAlias, cast
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import PyTree
 
 from composable_fsdp._core.group import AutogradTask
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.params import (
-    alias_of,
     local_part,
     note_optimizer_step,
     plain_tensors,
-    without_torch_function,
 )
 from composable_fsdp._core.pytree import CallInputs, InputView, cycle_error, map_tensors, tensors_in
-from composable_fsdp._core.registration import shard_full_tensor
 from composable_fsdp._core.root import Root, StreamLauncher
 from composable_fsdp._core.seams import (
     HOOK_FRAMES,
@@ -48,7 +42,6 @@ from composable_fsdp._core.state import (
     ForwardCall,
     FSDPState,
     GlobalHooks,
-    ModuleReference,
     find_state,
     state_of,
     state_of_parameter,
@@ -229,41 +222,7 @@ def install_hooks(state: FSDPState) -> dict[nn.Module, HookHandles]:
             module.register_forward_pre_hook(wrapped_hook(hooks.pre_forward), prepend=True, with_kwargs=True),
             module.register_forward_hook(wrapped_hook(hooks.post_forward), always_call=True),
         )
-        module.register_state_dict_pre_hook(hooks.before_state_dict)
-        module.register_state_dict_post_hook(_make_copyable)
-        module.register_load_state_dict_pre_hook(hooks.before_load_state_dict)
-        module.register_load_state_dict_post_hook(hooks.after_load_state_dict)
     return handles
-
-
-def wrap_forward_method(state: FSDPState, module: nn.Module, method_name: str) -> None:
-    """Make a method of the module unshard and reshard as ``forward`` does."""
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register.")
-
-    setattr(module, method_name, _ForwardMethod(state, module, method))
-
-
-class _ForwardMethod:
-    """Calls ``method`` with unsharded parameters. A deep copy calls the method of the copied module.
-
-    ``module`` owns this object and not the reverse, so of a bound method only the function is kept.
-    """
-
-    def __init__(self, state: FSDPState, module: nn.Module, method: Callable[..., PyTree]) -> None:
-        self._state = state
-        self._module = ModuleReference(module)
-        self._is_bound = getattr(method, "__self__", None) is module
-        self._method = cast(MethodType, method).__func__ if self._is_bound else method
-        functools.update_wrapper(self, self._method)
-        with suppress(TypeError, ValueError):  # some builtins have no signature
-            vars(self)["__signature__"] = inspect.signature(method)
-
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        module = self._module()
-        method = MethodType(self._method, module) if self._is_bound else self._method
-        return _call_as_forward(self._state, module, method, args, kwargs)
 
 
 def hooked_forward(original: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -278,7 +237,7 @@ def hooked_forward(original: Callable[..., PyTree]) -> Callable[..., PyTree]:
         # Usually the frame that calls this has called our hook. Else look for a call further up.
         if (calls and calls[-1].caller is sys._getframe(1)) or is_being_called(state):
             return original(self, *args, **kwargs)
-        return _call_as_forward(state, self, functools.partial(original, self), args, kwargs)
+        return call_as_forward(state, self, functools.partial(original, self), args, kwargs)
 
     return forward
 
@@ -287,7 +246,7 @@ HOOKED_FORWARD = cast(FunctionType, hooked_forward(print)).__code__
 """The code of all functions that :func:`hooked_forward` returns."""
 
 
-def _call_as_forward(
+def call_as_forward(
     state: FSDPState, module: nn.Module, method: Callable[..., PyTree], args: Arguments, kwargs: Keywords
 ) -> PyTree:
     """Return ``method(*args, **kwargs)``, called with unsharded parameters of ``state``, as in a call of ``module``."""
@@ -400,8 +359,6 @@ class ModuleHooks:
     def __init__(self, state: FSDPState) -> None:
         self._state = state
 
-    # -- forward
-
     def pre_forward(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[PyTree, PyTree]:
         call = begin_call(self._state, calling_frame())
         if not call.is_inner:
@@ -416,52 +373,6 @@ class ModuleHooks:
             abort_call(self._state)
             return None
         return finish_call(self._state, module, output)
-
-    # -- state dicts, which hold sharded parameters
-
-    @runs_outside
-    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._state.reshard()
-        self._state.group.check_data()
-
-    @runs_outside
-    def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
-        """Replace full plain tensors in the state dict by this rank's shards."""
-        self._state.reshard()
-        self._state.group.check_grad_dtypes()
-        parameters = {id(p.sharded): p for p in self._state.group.parameters}
-        for name, registered in module.named_parameters(remove_duplicate=False):
-            parameter, value = parameters.get(id(registered)), state_dict.get(prefix + name)
-            if parameter is not None and _is_full_tensor(value, parameter.sharding.shape):
-                state_dict[prefix + name] = shard_full_tensor(parameter, value)
-
-    @runs_outside
-    def after_load_state_dict(self, *_: object) -> None:
-        self._state.drain_before_changes()
-        if not self._state.group.is_lent:
-            self._state.group.refresh()
-
-
-@runs_outside
-def _make_copyable(module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
-    """Make the values of a state dict work with ``copy.deepcopy``, which e.g. weight averaging calls.
-
-    Parameters, which ``keep_vars=True`` gives, stay.
-    """
-    with without_torch_function():
-        for name in reversed(state):
-            if not name.startswith(prefix):  # the values of other modules, which are earlier
-                return
-            value = state[name]
-            if isinstance(value, DTensor) and value.storage_offset() and not isinstance(value, nn.Parameter):
-                state[name] = alias_of(value, local_part(value))
-
-
-def _is_full_tensor(value: object, shape: tuple[int, ...]) -> TypeGuard[torch.Tensor]:
-    """Return True if ``value`` is a plain tensor of this shape, and not on the meta device."""
-    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter):
-        return False
-    return tuple(value.shape) == shape and not value.is_meta
 
 
 def _cast_to(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -114,8 +114,6 @@ class ForwardRecord:
         self.ended: list[str] = []
         self.fused = fused or {}
         self.ends_without_hook: set[int] = set()
-        self._backward = -1
-        self._lowest = 0
 
     def end(self, event: Event, *, leads_to_backward: bool) -> int:
         """Append the post-forward event of a group. Return its position, or -1 if no backward comes back to it."""
@@ -129,18 +127,6 @@ class ForwardRecord:
         """Remove the last ``event``, the pre-forward of a group whose forward raised an error."""
         index = len(self.events) - 1 - self.events[::-1].index(event)
         del self.events[index]
-
-    def reach(self, position: int, backward: int) -> range:
-        """Return the later positions that backward number ``backward`` has not reached yet, last first.
-
-        ``position`` itself comes last, unless this backward has reached it or an earlier one. For observers that join
-        skipped modules.
-        """
-        if backward != self._backward:
-            self._backward, self._lowest = backward, len(self.ended)
-        reached = range(self._lowest - 1, position - 1, -1)
-        self._lowest = min(self._lowest, position)
-        return reached
 
 
 NO_RECORD = ForwardRecord()

@@ -24,6 +24,7 @@ Plugin                  Does                                             On by d
 ``optimizer_checks``    refuses steps that would change nothing          all devices
 ``model_check``         compares the models and values of ranks          all devices
 ``writes``              refuses or keeps writes to parameters            all devices
+``state_dicts``         keeps state dicts sharded, and loads full ones   all devices
 ``dynamo``              keeps torch.compile out of hooks                 all devices
 ``module_calls``        calls our hooks without torch's loops            CPU
 ``torch_views``         shows states to clients of torch's own FSDP2     all devices
@@ -89,6 +90,7 @@ from composable_fsdp.plugins.shared_memory.shared_parameters import Epochs, Shar
 from composable_fsdp.plugins.shared_memory.shm_communicator import in_shared_memory
 from composable_fsdp.plugins.skipped_modules import SkippedModules
 from composable_fsdp.plugins.spmd_types import SpmdTypes, read_types, without_type_checks
+from composable_fsdp.plugins.state_dicts import StateDicts
 from composable_fsdp.plugins.torch_views import TorchViews
 from composable_fsdp.plugins.visible_collectives import Visible
 from composable_fsdp.plugins.watched_waits import OrderCheckLevel, ReportedPasses, watched
@@ -169,6 +171,7 @@ DEFAULT: tuple[type[Observer], ...] = (
     Recovery,  # before others that are told of the end of a reset, so that it is told last: it may refuse
     ReportedPasses,
     OrderCheckLevel,
+    StateDicts,
     TorchViews,
     ManagedModules,
     OwnHooks,

@@ -6,8 +6,12 @@ accelerator has run these calls, so they are on for modules that compute on the 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -19,10 +23,18 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-from composable_fsdp._core.hooks import HOOKED_FORWARD, abort_call, begin_call, finish_call, take_inputs
+from composable_fsdp._core.hooks import (
+    HOOKED_FORWARD,
+    abort_call,
+    begin_call,
+    call_as_forward,
+    finish_call,
+    take_inputs,
+)
 from composable_fsdp._core.memory import is_host
 from composable_fsdp._core.seams import HookHandles, Observer
-from composable_fsdp._core.state import FSDPState, state_of
+from composable_fsdp._core.state import FSDPState, ModuleReference, state_of
+from composable_fsdp.errors import ConfigurationError
 
 _HOOKS_ATTRIBUTE = "_composable_fsdp_hooks"
 """The attribute of sharded modules with the ids of our two hooks. A copied module has hooks with the same ids."""
@@ -80,3 +92,36 @@ class OwnHooks(Observer):
         for module, handles in modules.items():
             if handles is not None and is_host(state.group.axes.device):
                 vars(module)[_HOOKS_ATTRIBUTE] = handles.pre_forward.id, handles.post_forward.id
+
+
+# -- Methods that are called as ``forward`` is
+
+
+def wrap_forward_method(state: FSDPState, module: nn.Module, method_name: str) -> None:
+    """Make a method of the module unshard and reshard as ``forward`` does."""
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register.")
+
+    setattr(module, method_name, _ForwardMethod(state, module, method))
+
+
+class _ForwardMethod:
+    """Calls ``method`` with unsharded parameters. A deep copy calls the method of the copied module.
+
+    ``module`` owns this object and not the reverse, so of a bound method only the function is kept.
+    """
+
+    def __init__(self, state: FSDPState, module: nn.Module, method: Callable[..., Any]) -> None:
+        self._state = state
+        self._module = ModuleReference(module)
+        self._is_bound = getattr(method, "__self__", None) is module
+        self._method = cast(MethodType, method).__func__ if self._is_bound else method
+        functools.update_wrapper(self, self._method)
+        with suppress(TypeError, ValueError):  # some builtins have no signature
+            vars(self)["__signature__"] = inspect.signature(method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        method = MethodType(self._method, module) if self._is_bound else self._method
+        return call_as_forward(self._state, module, method, args, kwargs)

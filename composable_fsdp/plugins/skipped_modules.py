@@ -60,8 +60,8 @@ class _CurrentForward(Observer):
         self._groups = UnusedGroups(
             [(name, len(_names_beneath(state)) - 1) for name, state in root.states.items() if name in states]
         )
-        self._backward = -1
-        self._records: list[ForwardRecord] = []
+        self._lowest: dict[ForwardRecord, int] = {}
+        """The lowest position that this backward has reached in each forward."""
         self._reached: list[FSDPState] = []
         self._outer: list[FSDPState] = []
 
@@ -96,7 +96,6 @@ class _CurrentForward(Observer):
     # -- backward
 
     def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
-        self._backward = call.entered
         if call.state.group.plan.specs:
             self._reach(root, call.run.record, call.run.position, call.state)
 
@@ -106,9 +105,7 @@ class _CurrentForward(Observer):
         Gradients that are complete by then are reduced. A state around ``running`` was not skipped: its output may be
         the same tensor.
         """
-        if record not in self._records:
-            self._records.append(record)
-        for each in record.reach(position, self._backward):
+        for each in newly_reached(self._lowest, record, position):
             self._settle_reached(root)
             state = root.states[record.ended[each]]
             self._reached.append(state)
@@ -121,7 +118,7 @@ class _CurrentForward(Observer):
                 _core(root).launcher.free(state.group)
 
     def end_backward(self, root: ObservedRoot) -> None:
-        for record in self._records:
+        for record in list(self._lowest):
             self._reach(root, record, 0, None)
         self._settle_reached(root)
         for state in self._outer:
@@ -129,7 +126,7 @@ class _CurrentForward(Observer):
         self.after_reset(root)
 
     def after_reset(self, root: ObservedRoot) -> None:
-        for of_backward in (self._records, self._reached, self._outer):
+        for of_backward in (self._lowest, self._reached, self._outer):
             of_backward.clear()
 
     def _settle_reached(self, root: ObservedRoot) -> None:
@@ -139,6 +136,13 @@ class _CurrentForward(Observer):
             else:
                 _contribute(root, state)
         self._reached.clear()
+
+
+def newly_reached(lowest: dict[ForwardRecord, int], record: ForwardRecord, position: int) -> range:
+    """Return the positions of ``record`` that backward has not reached yet, down to ``position``, and note them."""
+    last = lowest.get(record, len(record.ended))
+    lowest[record] = min(last, position)
+    return range(last - 1, position - 1, -1)
 
 
 def _contribute(root: ObservedRoot, state: FSDPState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests._internals import ForwardRecord, UnusedGroups, group_plan
+from tests._internals import ForwardRecord, UnusedGroups, group_plan, newly_reached
 
 Tree = list[tuple[str, int]]
 
@@ -67,7 +67,7 @@ def test_backward_visits_every_position_once_in_reverse_order(length: int, enter
     record = ForwardRecord()
     for _ in range(length):
         record.end(group_plan.Event(group_plan.Hook.POST_FORWARD, "group"), leads_to_backward=True)
-    reached = [p for position in entered if position < length for p in record.reach(position, backward=1)]
-    reached += record.reach(0, backward=1)
+    lowest: dict[ForwardRecord, int] = {}
+    reached = [p for position in entered if position < length for p in newly_reached(lowest, record, position)]
+    reached += newly_reached(lowest, record, 0)
     assert reached == list(range(length - 1, -1, -1))
-    assert list(record.reach(0, backward=2)) == reached
