@@ -600,6 +600,8 @@ class FSDPModule(TorchFSDPModule):
         Accumulated gradients that were not reduced yet and residuals of ``ErrorFeedback`` are not copied.
         """
         assert isinstance(self, nn.Module)
+        from composable_fsdp.plugins.deepcopy import copy_sharded  # few programs need it
+
         return copy_sharded(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

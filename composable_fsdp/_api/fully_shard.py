@@ -29,7 +29,6 @@ from composable_fsdp._core.seams import OBSERVERS, check_observers, outside_call
 from composable_fsdp._core.state import FSDPState, Options, find_ignored, find_state, state_of
 from composable_fsdp._other_names import FSDP1_ARGUMENTS
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
-from composable_fsdp.plugins.module_calls import wrap_forward_method
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -235,6 +234,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     state = find_state(module)
     if state is not None:
+        from composable_fsdp.plugins.module_calls import wrap_forward_method  # few programs need it
+
         wrap_forward_method(state, module, method_name)
 
 

@@ -10,7 +10,6 @@ import torch
 from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
-from composable_fsdp.plugins.checks.model_check import check_settings
 
 __all__ = ["check_between_steps", "check_count", "check_factor", "on_stream", "set_root_options"]
 
@@ -68,6 +67,8 @@ def set_root_options(state: FSDPState, options: Mapping[str, Any]) -> None:
     state.change(**options)
     if state.root is None:  # the first forward checks it
         return
+    from composable_fsdp.plugins.checks.model_check import check_settings  # the core works without plugins
+
     try:
         check_settings(state.root.root_state, [state])
     except ConfigurationError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -110,10 +111,6 @@ class Progress:
         """The nodes of the outputs at which this backward entered states that may hold gradients of several ones."""
         for state in states:
             state.group.task = task
-
-    def may_come_back_to(self, states: Iterable[FSDPState]) -> bool:
-        """Return whether a forward that may get a backward has used one of ``states``."""
-        return not all(ran.isdisjoint(states) for ran in self.forwards.values())
 
     # -- this backward
 
@@ -223,30 +220,23 @@ def reduce_together(
         is_partial: reduce over the shard axis only, and keep the sum, in the reduce dtype, for a later reduction.
     """
     taken = [member for member in members if member.start_reducing()]
-    return GroupReduction(taken, streams, fused_buckets, is_partial=is_partial) if taken else None
+    return GroupReduction(taken, streams, fused_buckets, is_partial) if taken else None
 
 
+@dataclass(slots=True, eq=False)
 class GroupReduction:
-    """A reduction of :func:`reduce_together`: launched once, and then completed. The queue that completes it owns it.
+    """A reduction of :func:`reduce_together`: launched once, then completed. The queue that completes it owns it."""
 
-    Attributes:
-        nbytes: the gradient bytes, in the dtype of the sum.
-    """
+    members: Sequence[ParamGroup]
+    streams: CommStreams
+    fused_buckets: FusedBuckets | None
+    is_partial: bool
+    _pending: InFlight[list[ReducedBucket]] = field(init=False)
 
-    __slots__ = ("_fused_buckets", "_pending", "_streams", "is_partial", "members", "nbytes")
-    _pending: InFlight[list[ReducedBucket]]
-
-    def __init__(
-        self,
-        members: Sequence[ParamGroup],
-        streams: CommStreams,
-        fused_buckets: FusedBuckets | None,
-        *,
-        is_partial: bool,
-    ) -> None:
-        self.members, self.is_partial = members, is_partial
-        self._streams, self._fused_buckets = streams, fused_buckets
-        self.nbytes: int = sum(map(_gradient_bytes, members))
+    @property
+    def nbytes(self) -> int:
+        """The gradient bytes, in the dtype of the sum."""
+        return sum(map(_gradient_bytes, self.members))
 
     def run(self) -> None:
         """Take the gradients and launch their reduction: its first stage, if it has two."""
@@ -256,7 +246,7 @@ class GroupReduction:
             begin = trace.now() if trace.listeners else None
             members, pending = self.members, cast("InFlight[Any] | None", None)
             # Take the gradients, of all members in fused messages if these can share them.
-            first, fused = members[0], self._fused_buckets if len(members) > 1 and not self.is_partial else None
+            first, fused = members[0], self.fused_buckets if len(members) > 1 and not self.is_partial else None
             reductions: list[BucketReduction] = []
             if fused is not None and first.is_reduced_like(members[1:]):
                 reductions = first.reductions_of(_fused_buckets(members, fused))
@@ -265,14 +255,14 @@ class GroupReduction:
                     reductions += member.reductions_of([bucket.reducer for bucket in member.buckets])
             name = first.name if len(members) == 1 else describe_groups([member.name for member in members])
             # Launch the first stage. Later ones are launched once it is done.
-            for stage in stages_of(self._streams, reductions, first.axes.device, name, is_partial=self.is_partial):
+            for stage in stages_of(self.streams, reductions, first.axes.device, name, is_partial=self.is_partial):
                 pending = stage.stream.run(stage.launch, stage.finish, after=pending)
             assert pending is not None
             self._pending = pending
             for member in members:
                 if trace.listeners:
                     moved = reduce_scatter_wire_bytes(member.buckets, were_summed=member.were_summed)
-                    stream = self._streams.reduce.name
+                    stream = self.streams.reduce.name
                     trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
                 # Each group knows that its gradients are on their way.
                 member.begin_reduction(pending, is_partial=self.is_partial)
@@ -415,21 +405,12 @@ class ReductionQueue:
         self._fusions_for: object = None
 
     def begin_backward(self) -> None:
-        self._limit = self._planner.max_reductions
+        # The largest number that a user has set. Else 1 on the host, which waits for each; on streams, bytes count.
+        limits = [n for state in self._planner.states.values() if (n := state.options.reductions_in_flight)]
+        self._limit = max(limits, default=None if self.launcher.has_streams else 1)
         if self._fusions_for != self._planner.fused_for:
             self._fusions_for = self._planner.fused_for
             self._fusions.clear()
-
-    @property
-    def dissolved(self) -> list[FSDPState]:
-        """The states whose fusion was given up, and stays so until settings or plans change."""
-        is_current = self._planner.is_current and self._fusions_for == self._planner.fused_for
-        return [state for state, fusion in self._fusions.items() if not fusion] if is_current else []
-
-    def dissolve(self, states: Iterable[FSDPState]) -> None:
-        """Give up the fusions of ``states``."""
-        self._fusions_for = self._planner.fused_for
-        self._fusions.update(dict.fromkeys(states, ()))
 
     def send(self, state: FSDPState, *, at_end: bool = False, is_held: bool = False) -> None:
         """Reduce or hold the gradients of ``state``, as its settings say.
@@ -542,21 +523,18 @@ class ReductionQueue:
             self._in_flight.append(reduction)
 
 
+@dataclass(slots=True)
 class Finalization:
-    """The state of manual finalization of a root's backwards.
+    """The state of manual finalization of a root's backwards."""
 
-    Attributes:
-        is_manual: backwards leave their last reductions in flight.
-        is_last_backward: the next backward is the last one of its step, and waits for the reductions of all.
-    """
-
-    def __init__(self) -> None:
-        self.is_manual = False
-        self.is_last_backward = True
-        self._is_due = False
-        """True if a backward has ended since the last finalization."""
-        self._in_flight: object = None
-        """The token of the finalization whose reductions the user has not waited for."""
+    is_manual: bool = False
+    """Backwards leave their last reductions in flight."""
+    is_last_backward: bool = True
+    """The next backward is the last one of its step, and waits for the reductions of all."""
+    _is_due: bool = False
+    """True if a backward has ended since the last finalization."""
+    _in_flight: object = None
+    """The token of the finalization whose reductions the user has not waited for."""
 
     def take_settings(self, former: Finalization) -> None:
         """Take the settings of ``former``, that of a root which is now inside of this one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import count
 from types import FrameType, FunctionType
@@ -99,7 +99,7 @@ def assemble(root_state: FSDPState) -> Root:
 
     A module that ran on its own before its parent was a root; its states now belong to the new root.
     """
-    states = states_by_name(root_state)
+    states = states_by_name(root_state.modules)
     for observer in OBSERVERS:
         observer.before_assembly(root_state, states)
     # The root of all states below, in the order of modules.
@@ -123,16 +123,21 @@ def assemble(root_state: FSDPState) -> Root:
     return root
 
 
-def states_by_name(root: FSDPState) -> dict[str, FSDPState]:
-    """Return the states by name, in module order. A state of several modules has all their names."""
+def states_by_name(tops: Sequence[nn.Module]) -> dict[str, FSDPState]:
+    """Return the states below ``tops`` by name, in module order. A state of several modules has all their names.
+
+    A state without a name is the root, even if a module is called "root".
+    """
     places: dict[FSDPState, list[str]] = {}
-    for index, top in enumerate(root.modules):
-        prefix = f"{index}." if len(root.modules) > 1 else ""
+    for index, top in enumerate(tops):
+        prefix = f"{index}." if len(tops) > 1 else ""
         for name, module in top.named_modules():
             state = find_state(module)
             if state is not None and module in state.modules:
                 places.setdefault(state, []).append(f"{prefix}{name}" if name else "")
-    return name_states(places)
+    named = {", ".join(filter(None, names)): state for state, names in places.items()}
+    root = ROOT_NAME if ROOT_NAME not in named else f"({ROOT_NAME})"
+    return {name or root: state for name, state in named.items()}
 
 
 def states_of(model: nn.Module) -> list[tuple[str, FSDPState]]:
@@ -141,23 +146,12 @@ def states_of(model: nn.Module) -> list[tuple[str, FSDPState]]:
     Raises:
         ConfigurationError: there is none.
     """
-    places: dict[FSDPState, list[str]] = {}
-    for name, module in model.named_modules():
-        state = find_state(module)
-        if state is not None:
-            places.setdefault(state, []).append(name)
-    if not places:
+    states = states_by_name([model])
+    if not states:
         raise ConfigurationError(f"no module of this {type(model).__name__} is sharded: apply fully_shard first.")
-    for state in places:  # outermost first, so that it becomes the root of those within it
+    for state in states.values():  # outermost first, so that it becomes the root of those within it
         root_of(state)
-    return list(name_states(places).items())
-
-
-def name_states(places: Mapping[FSDPState, Sequence[str]]) -> dict[str, FSDPState]:
-    """Return states by their modules' names. A state without a name is the root, even if a module is called "root"."""
-    named = {", ".join(filter(None, names)): state for state, names in places.items()}
-    root = ROOT_NAME if ROOT_NAME not in named else f"({ROOT_NAME})"
-    return {name or root: state for name, state in named.items()}
+    return list(states.items())
 
 
 def _install_optimizer_hooks() -> Callable[[], None]:

@@ -36,7 +36,7 @@ from composable_fsdp._core.gather import AllGather
 from composable_fsdp._core.group import UNSHARD_STARTED, AutogradTask, ParamGroup
 from composable_fsdp._core.group_plan import HELD_GRADIENTS, LOCAL_GRADIENTS, GradientState, Hook, ParameterState, Pass
 from composable_fsdp._core.memory import CommStreams
-from composable_fsdp._core.schedule import PlannedRun, Planner
+from composable_fsdp._core.schedule import ALONE, PlannedRun, Planner
 from composable_fsdp._core.seams import (
     Observer,
     Observers,
@@ -93,11 +93,11 @@ def _hook(kind: Hook) -> Callable[[Callable[[Root, S], T]], Callable[[Root, S], 
         @functools.wraps(body)
         def run(self: Root, subject: S) -> T:
             # A pass may begin.
-            if self._pass is IDLE:
+            if self.current_pass is IDLE:
                 for observe in self.observers.before_first_hook:
                     observe(self)
             # The context of the caller.
-            if is_inside and self._pass is BACKWARD:
+            if is_inside and self.current_pass is BACKWARD:
                 is_in_context = self.progress.is_in_context
             else:
                 is_in_context = bool(dispatch_modes() or function_modes() or in_transform() or in_autocast())
@@ -126,6 +126,7 @@ class Root:
         finalization: the end of the reductions of a step.
         post_optimizer_event: the event after the optimizer's step, for which the next forward's first gather waits.
         refuse: set while no module may run: raises the error that says why. Else ``None``.
+        current_pass: the pass that runs, or ``IDLE``.
         leads_to_backward: returns whether a backward may follow what runs now. An observer may replace it.
         outermost: the state of the outermost module of the current forward; else ``None``.
         progress: the progress of the current or last backward.
@@ -148,7 +149,7 @@ class Root:
         self.planner = Planner(root_state, states, has_streams=launcher.has_streams)
         self.progress = Progress(states.values(), task)
         self.queue = ReductionQueue(self.planner, launcher)
-        self._pass = IDLE
+        self.current_pass = IDLE
         self._thread: threading.Thread | None = None
         """The thread that began the current pass."""
         self.outermost: FSDPState | None = None
@@ -164,14 +165,14 @@ class Root:
     def pre_forward(self, call: ForwardCall) -> None:
         """The forward ``call`` of a module begins."""
         state = call.state
-        if state is self.outermost or self._pass is BACKWARD:
+        if state is self.outermost or self.current_pass is BACKWARD:
             self._check_alive(state)
         if state.run is not None:  # another module of the group ran before, and shares its run
             call.run = state.run
             return
-        run, recomputes = Run(), self._pass is BACKWARD
+        run, recomputes = Run(), self.current_pass is BACKWARD
         # The outermost module begins the pass.
-        if self._pass is IDLE:
+        if self.current_pass is IDLE:
             self._begin_forward(call)
         for observe in self.observers.begin_run:
             observe(self, state)
@@ -191,7 +192,7 @@ class Root:
     @_hook(_POST_FORWARD)
     def post_forward(self, call: ForwardCall) -> bool:
         """The forward ``call`` of a module has ended. Return whether a backward may come back to it."""
-        run, grad_enabled, is_in_backward = call.run, torch.is_grad_enabled(), self._pass is BACKWARD
+        run, grad_enabled, is_in_backward = call.run, torch.is_grad_enabled(), self.current_pass is BACKWARD
         if not is_in_backward:
             self._end_run(call, run)
         if grad_enabled:
@@ -221,7 +222,7 @@ class Root:
             self._end_forward(state)
 
     def _begin_forward(self, call: ForwardCall) -> None:
-        self._pass, self.outermost = FORWARD, call.state
+        self.current_pass, self.outermost = FORWARD, call.state
         self._begin_pass(FORWARD)
         # Before the first collective: ranks agree, and the optimizer is done.
         self.verify_ranks()
@@ -262,7 +263,7 @@ class Root:
                     work.wait()
             succeeded = True
         finally:
-            self._pass, self.outermost = IDLE, None
+            self.current_pass, self.outermost = IDLE, None
             self._end_pass(FORWARD, succeeded=succeeded)
 
     @runs_outside
@@ -273,7 +274,7 @@ class Root:
             for observe in self.observers.raised:
                 observe(self, call, error)
         # A recomputation: the backward around it goes on, or fails by itself.
-        if self._pass is BACKWARD:
+        if self.current_pass is BACKWARD:
             return
         if state.run is not None and state.run.record is NO_RECORD:
             self.planner.record.abort(state.group.pre_forward_event)
@@ -290,7 +291,7 @@ class Root:
     @_hook(_PRE_BACKWARD)
     def pre_backward(self, call: ForwardCall) -> None:
         """A gradient reached an output of ``call``."""
-        if self._pass is not BACKWARD:
+        if self.current_pass is not BACKWARD:
             self._begin_backward()
         state, run = call.state, call.run
         self.progress.enter(call)
@@ -307,14 +308,15 @@ class Root:
     @_hook(_GRAD_READY)
     def gradient_ready(self, state: FSDPState) -> None:
         """The gradients of ``state`` are complete."""
-        if self._pass is not BACKWARD:
+        if self.current_pass is not BACKWARD:
             self._begin_backward()  # no hook saw an output of the module
         if state not in self.progress.reached and not self.progress.has_entered(state):
             raise unwatched_output(state)
         options = state.options
         if state.open_calls > 0:
-            if self.launcher.has_streams and state.frees_before_reduction:
-                return  # the post-backward will free the parameters, and then reduce
+            is_freed_first = options.reshard_after_backward and not state.has_nested_states and not state.is_shared
+            if self.launcher.has_streams and is_freed_first:
+                return  # by the post-backward, which then reduces. Note: order of free, wait and reduce
         elif options.reshard_after_backward and self.progress.is_over_for(state):
             self.launcher.free(state.group)  # first, because the reduction allocates memory
         if options.accumulation is not _SUM_UNSHARDED and not options.reduced_by_observer:
@@ -324,12 +326,10 @@ class Root:
     @_hook(_POST_BACKWARD)
     def post_backward(self, call: ForwardCall) -> None:
         """The gradients of the inputs of ``call``, and of its use of the parameters, are complete."""
-        if self._pass is not BACKWARD:
+        if self.current_pass is not BACKWARD:
             self._begin_backward()  # the output is the input
         state, run = call.state, call.run  # Note: run and call
         self.progress.leave(call)
-        for observe in self.observers.leave_backward:
-            observe(self, call)
         if run.position in run.record.ends_without_hook:
             return  # the last gradient, or the end of backward, comes later. Note: ends that no hook sees
         if run.awaited <= 0 and state.options.reshard_after_backward and not state.user_states:
@@ -359,7 +359,7 @@ class Root:
         for work in works:
             work.wait()
         self._end_pass(BACKWARD, succeeded=True)
-        self._pass, self.progress.is_in_forward = FORWARD if self.progress.is_in_forward else IDLE, False
+        self.current_pass, self.progress.is_in_forward = FORWARD if self.progress.is_in_forward else IDLE, False
 
     def _end_backward_of(self, state: FSDPState) -> None:
         """Reduce or hold what is left of ``state``'s gradients, and free or keep its parameters."""
@@ -385,8 +385,8 @@ class Root:
 
     def _begin_backward(self) -> None:
         self.check_available()
-        self.progress.begin(is_in_forward=self._pass is FORWARD)
-        self._pass = BACKWARD
+        self.progress.begin(is_in_forward=self.current_pass is FORWARD)
+        self.current_pass = BACKWARD
         self.drain_before_changes()
         self._begin_pass(BACKWARD)
         self.launcher.at_end_of_backward(self.end_backward)
@@ -443,8 +443,8 @@ class Root:
             # As the user set it, then as the plan says.
             kind = member.options.reshard.kind
             stays = kind is _NEVER or (kind is _AUTO and member is self.root_state and has_grad)
-            kept = planned.keep if planned is not None and has_grad and self._grad_mode else None
-            if stays or (kept and self.planner.keeps(member, kept)):
+            kept = planned.keep if planned is not None and has_grad and self._grad_mode else ALONE
+            if stays or (kept and member.group.name in kept and self.planner.fits(kept[member.group.name])):
                 member.note_kept(self.planner.steps_at_forward)
             elif kind is _SMALLER and has_grad:
                 member.note_kept(self.planner.steps_at_forward)
@@ -486,14 +486,6 @@ class Root:
     def streams(self, streams: CommStreams) -> None:
         self.drain()
         self.launcher.streams = streams
-
-    @property
-    def current_pass(self) -> Pass:
-        return self._pass
-
-    @property
-    def reductions_are_in_flight(self) -> bool:
-        return self.queue.are_in_flight
 
     @property
     def waits_after_backward(self) -> bool:
@@ -551,8 +543,8 @@ class Root:
         Raises:
             LifecycleError: a forward or backward runs.
         """
-        if self._pass is not IDLE:
-            place = f"the {self._pass.value} of {self.root_state.name}"
+        if self.current_pass is not IDLE:
+            place = f"the {self.current_pass.value} of {self.root_state.name}"
             raise LifecycleError(
                 f"{occasion} was called in {place}, which may still give gradients: call it afterwards."
             )
@@ -622,16 +614,17 @@ class Root:
             state.open_calls, state.kept, state.run = 0, None, None
         self.progress.forget()
         self.queue.waiting.clear()
-        if self._pass is FORWARD or self.progress.is_in_forward:
+        if self.current_pass is FORWARD or self.progress.is_in_forward:
             self._end_pass(FORWARD, succeeded=False)
-        if self._pass is BACKWARD:
+        if self.current_pass is BACKWARD:
             self._end_pass(BACKWARD, succeeded=False)
-        self._pass, self.outermost, self.progress.is_in_forward = IDLE, None, False
+        self.current_pass, self.outermost, self.progress.is_in_forward = IDLE, None, False
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""
         self._forget_before_step()
-        return self.progress.may_come_back_to((state, *alive(state.user_states)))
+        users = {state, *alive(state.user_states)}
+        return not all(ran.isdisjoint(users) for ran in self.progress.forwards.values())
 
     def _forget_before_step(self) -> None:
         """Forget the forwards from before the last optimizer step: they get no backward."""
@@ -650,15 +643,15 @@ class Root:
         if self.refuse is not None:
             self.refuse()
         thread = self._thread
-        if self._pass is IDLE or thread is None or thread is threading.current_thread():
+        if self.current_pass is IDLE or thread is None or thread is threading.current_thread():
             return
         # A recomputation is in a thread of autograd, which has one for each device.
-        if self._pass is FORWARD or self.progress.task.is_outside:
+        if self.current_pass is FORWARD or self.progress.task.is_outside:
             raise LifecycleError(
                 f"thread {threading.current_thread().name!r} began a forward of {state.name!r} while thread "
-                f"{thread.name!r} is inside the {self._pass.value} of {self.root_state.name!r}. A sharded model is not "
-                "re-entrant: let one thread run it at a time, or give each a copy of its own. If that pass was left by "
-                "an exception, call reset_iter_state() on the root module."
+                f"{thread.name!r} is inside the {self.current_pass.value} of {self.root_state.name!r}. A sharded model "
+                "is not re-entrant: let one thread run it at a time, or give each a copy of its own. If that pass was "
+                "left by an exception, call reset_iter_state() on the root module."
             )
 
     def check_available(self) -> None:
@@ -668,10 +661,10 @@ class Root:
 
     def _check_alive(self, state: FSDPState) -> None:
         """Raise an error if an earlier pass ended in an exception without recovery."""
-        has_failed = state is self.outermost if self._pass is FORWARD else self.progress.task.is_outside
-        if self._pass is not IDLE and has_failed:
+        has_failed = state is self.outermost if self.current_pass is FORWARD else self.progress.task.is_outside
+        if self.current_pass is not IDLE and has_failed:
             raise LifecycleError(
-                f"the forward of {state.name!r} begins while the last {self._pass.value} pass under "
+                f"the forward of {state.name!r} begins while the last {self.current_pass.value} pass under "
                 f"{self.root_state.name!r} has not ended; it was probably left by an exception. Call "
                 "reset_iter_state() on the root module before the next step."
             )

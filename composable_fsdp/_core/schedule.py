@@ -347,11 +347,6 @@ class Planner:
         }
         return sum((held | {name: self.inputs.facts[name].nbytes for name in names}).values()) <= limit
 
-    def keeps(self, state: FSDPState, kept: Fusions) -> bool:
-        """Return whether ``state`` is ``kept`` after forward, and there is memory for all that stay with it."""
-        names = kept.get(state.group.name)
-        return names is not None and self.fits(names)
-
     def is_stale(self, state: FSDPState) -> bool:
         """Return whether the shards of ``state``, or requires_grad, may have changed since it was kept unsharded."""
         kept = state.kept  # Note: kept and stale
@@ -361,16 +356,6 @@ class Planner:
         if state.group.parameter_state is ParameterState.SHRUNK:
             return True  # its shards are shown: a write through their .data, which torch does not count, may have come
         return has_stepped or kept.version != state.group.version or state.group.was_flipped
-
-    # -- reductions
-
-    @property
-    def max_reductions(self) -> int | None:
-        """The number of reductions in flight, or ``None`` to limit their bytes instead."""
-        limits = [each for state in self.states.values() if (each := state.options.reductions_in_flight)]
-        if limits:
-            return max(limits)
-        return None if self._has_streams else 1
 
     @property
     def fused_for(self) -> tuple[Fusions, PlanInputs]:

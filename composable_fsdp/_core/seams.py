@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from torch.utils._pytree import PyTree
 from torch.utils.hooks import RemovableHandle
 
-from composable_fsdp._core.backward import Progress
+from composable_fsdp._core.backward import Progress, ReductionQueue
 from composable_fsdp._core.group_plan import Hook, Pass
 from composable_fsdp._core.memory import CommStreams, Work
 from composable_fsdp._core.params import ShardedParameter
@@ -46,6 +46,8 @@ class ObservedRoot(Protocol):
     """All FSDP states, by name, in module order."""
     plans: Planner
     """The plan of the passes, and the record of the last forward."""
+    current_pass: Pass
+    queue: ReductionQueue
     progress: Progress
     """How far the current or last backward is."""
     observers: Observers
@@ -54,12 +56,6 @@ class ObservedRoot(Protocol):
 
     @property
     def streams(self) -> CommStreams: ...
-
-    @property
-    def current_pass(self) -> Pass: ...
-
-    @property
-    def reductions_are_in_flight(self) -> bool: ...
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""
@@ -81,7 +77,7 @@ class Observer:
 
     - ``begin_pass``, ``begin_forward``; for each module ``begin_run``, ``enter_forward``, ``enter_call``, ``end_run``;
       ``end_forward``, ``before_end``, ``end_pass``;
-    - ``begin_pass``; for each call ``enter_backward``, and ``enter_call`` if it is recomputed, ``leave_backward``;
+    - ``begin_pass``; for each call ``enter_backward``, and ``enter_call`` if it is recomputed;
       ``end_backward``, ``kept``, ``before_end``, ``end_pass``.
 
     ``before_hook`` and ``after_hook`` are around what the root does in each hook.
@@ -166,13 +162,6 @@ class Observer:
     def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
         """Note that a gradient has reached an output of ``call``. The root has not waited for its parameters yet."""
 
-    def leave_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
-        """Note that the gradients of the inputs of ``call`` are complete.
-
-        The reduction of its parameters' gradients may be launched already, comes next, or waits for others to be fused
-        with. A call whose inputs need no gradient, such as that of an embedding, is left without notice.
-        """
-
     def before_hook(self, root: ObservedRoot, hook: Hook, subject: FSDPState | ForwardCall) -> None:
         """Note that the root begins to work for ``hook`` of ``subject``, an FSDP state or a call."""
 
@@ -224,25 +213,11 @@ class Observer:
         """
 
 
-_BEGINNINGS = (
-    "before_first_collective",
-    "before_first_hook",
-    "begin_pass",
-    "raised",
-    "begin_forward",
-    "enter_forward",
-    "enter_call",
-    "enter_with_others",
-    "enter_backward",
-    "before_hook",
-    "begin_run",
-    "before_reshard",
-    "reset",
-)
-_ENDS = (
-    *("end_pass", "leave_backward", "after_hook", "end_run", "end_forward", "end_backward", "before_end"),
-    *("kept", "unsharded", "have_met", "after_reset"),
-)
+_OF_ROOTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
+_OF_ROOTS = _OF_ROOTS[_OF_ROOTS.index("for_root") + 1 :]
+_ENDS = {"end_pass", "after_hook", "end_run", "end_forward", "end_backward", "before_end"}
+_ENDS |= {"kept", "unsharded", "have_met", "after_reset"}
+"""The events of roots of which the last observer is told first."""
 
 Bound = tuple[Callable[..., PyTree], ...]
 
@@ -250,7 +225,7 @@ Bound = tuple[Callable[..., PyTree], ...]
 class Observers:
     """The observers of one root, and by event the methods that they override."""
 
-    __slots__ = ("attached", *_BEGINNINGS, *_ENDS)
+    __slots__ = ("attached", *_OF_ROOTS)
 
     if TYPE_CHECKING:
 
@@ -275,15 +250,10 @@ class Observers:
             self._bind()
 
     def _bind(self) -> None:
-        for event in _BEGINNINGS:
-            setattr(self, event, _overriding(self.attached, event))
-        for event in _ENDS:
-            setattr(self, event, _overriding(self.attached[::-1], event))
-
-
-def _overriding(observers: list[Observer], event: str) -> Bound:
-    default = getattr(Observer, event)
-    return tuple(getattr(observer, event) for observer in observers if getattr(type(observer), event) is not default)
+        for event in _OF_ROOTS:
+            default, attached = getattr(Observer, event), self.attached[:: -1 if event in _ENDS else 1]
+            told = (observer for observer in attached if getattr(type(observer), event) is not default)
+            setattr(self, event, tuple(getattr(observer, event) for observer in told))
 
 
 Hooked: TypeAlias = Callable[..., PyTree]

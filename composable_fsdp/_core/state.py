@@ -420,11 +420,6 @@ class FSDPState:
         return self.options.accumulation is Accumulation.REDUCE and not self.keeps_partial
 
     @property
-    def frees_before_reduction(self) -> bool:
-        """True if the end of the modules' backward frees the parameters, before the reduction takes memory."""
-        return self.options.reshard_after_backward and not self.has_nested_states and not self.is_shared
-
-    @property
     def can_be_fused(self) -> bool:
         """True if collectives of this group may be fused with those of other groups."""
         options = self.options

@@ -41,6 +41,7 @@ Plugin                  Does                                             On by d
                                                                          ``reshard_after_forward``
                                                                          is an ``int``
 ``weight_stream``       streams full parameters in buckets               when it is called
+``deepcopy``            copies sharded modules                           when it is called
 ``custom_comm``         custom collectives, allocators, process groups   when it is called
 ======================= ================================================ ==================
 """

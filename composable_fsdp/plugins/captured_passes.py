@@ -34,7 +34,7 @@ class CapturedPasses(Observer):
         name = root.root_state.name
         if which is Pass.BACKWARD:
             raise capture_error(name, "the forward of this backward was not captured", "Capture both.")
-        if root.reductions_are_in_flight:
+        if root.queue.are_in_flight:
             text = "gradients of an earlier backward are still being reduced, which a captured stream cannot wait for"
             raise capture_error(name, text, "Let the last backward wait: set_is_last_backward(True).")
         for state in root.states.values():

@@ -219,8 +219,10 @@ def test_observers_are_told_that_a_call_leaves_backward_before_its_reduction(att
         def __init__(self) -> None:
             self.seen: list[tuple[str, bool]] = []
 
-        def leave_backward(self, root: Any, call: Any) -> None:
-            self.seen.append((call.name, all(p.sharded.grad is None for p in call.state.group.parameters)))
+        def before_hook(self, root: Any, hook: Any, subject: Any) -> None:
+            if hook is plugins.Hook.POST_BACKWARD:
+                parameters = subject.state.group.parameters
+                self.seen.append((subject.name, all(p.sharded.grad is None for p in parameters)))
 
     ends = Ends()
     attach(ends)

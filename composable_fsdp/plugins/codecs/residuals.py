@@ -24,7 +24,7 @@ class Residuals(Observer):
         return Residuals() if any(isinstance(codec, ErrorFeedback) for codec in codecs) else None
 
     def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
-        are_used = not root.reductions_are_in_flight and not any(_waits(group) for group, _ in _changed(root))
+        are_used = not root.queue.are_in_flight and not any(_waits(group) for group, _ in _changed(root))
         self.commit(root, always=are_used)  # no gradient of the step is left: they were used or dropped
         self._steps = root.planner.steps.number
 
