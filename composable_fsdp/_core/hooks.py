@@ -390,17 +390,49 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> Py
             cast(Node, view.grad_fn).register_hook(call.on_last_input_gradient)
             node.register_prehook(call.on_output_gradient)
             return output
-    # The nodes of the inputs, at which backward leaves the call.
-    if inputs.watches_all:
-        for view, _ in views:
-            for layer in layers_of(view):
-                if layer.grad_fn is not None:
-                    layer.grad_fn.register_hook(functools.partial(_enter_by_gradients, call))
-        views = ()
-    input_nodes = [node for view, version in views if view._version == version and (node := view.grad_fn) is not None]
-    if len(input_nodes) < len(views):
-        input_nodes.clear()
-    # The nodes of the outputs, at which backward enters it. Leaves get views, because hooks on leaves stay.
+    exits = _exits(call, inputs)
+    output, entries, bases = _entries(inputs, output, reads_written=len(inputs.mapped) != len(exits))
+    if not entries and not exits:
+        return output
+    # The end of backward: the only input, the last of several, or none that a hook could see.
+    if not exits:
+        call.end_without_hook()
+    elif len(exits) == 1:
+        call.await_inputs()
+        exits[0].register_hook(call.on_last_input_gradient)
+    else:
+        call.await_inputs()
+        counter = _InputGradientCounter(len(exits), call)
+        for node in exits:
+            node.register_hook(counter.on_input)
+        for node in filter(None, entries.difference(exits, bases)):
+            node.register_prehook(counter.expecting(exits))
+    # The beginning: whichever output comes first.
+    for node in filter(None, entries | bases if bases else entries):
+        node.register_prehook(call.on_output_gradient)
+    return output
+
+
+def _exits(call: ForwardCall, inputs: CallInputs) -> list[Node]:
+    """Return the nodes of all inputs of ``call``, at which backward leaves it; none if hooks on them show no end."""
+    views: Sequence[InputView] = inputs.views
+    if not inputs.watches_all:
+        nodes = [node for view, version in views if view._version == version and (node := view.grad_fn) is not None]
+        return nodes if len(nodes) == len(views) else []
+    # In a transform, a later backward may enter by the gradients of any level.
+    for layer in (layer for view, _ in views for layer in layers_of(view)):
+        if layer.grad_fn is not None:
+            layer.grad_fn.register_hook(functools.partial(_enter_by_gradients, call))
+    return []
+
+
+def _entries(
+    inputs: CallInputs, output: PyTree, *, reads_written: bool
+) -> tuple[PyTree, set[Node | None], AbstractSet[Node | None]]:
+    """Return the output to use, the nodes at which backward enters the call, and those of the bases of views.
+
+    Leaves get views, because hooks on leaves stay. Tensors of the caller that the module has written are outputs too.
+    """
     if inputs.containers:
         output = inputs.map_output(_with_grad_fn, output, and_written=True)
         nodes, bases = _nodes_of(inputs.outputs(output), in_transform=inputs.watches_all)
@@ -409,30 +441,10 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> Py
         if None in nodes:
             output = map_tensors(_with_grad_fn, output)
             nodes, bases = _nodes_of(output, in_transform=inputs.watches_all)
-    # Tensors of the caller that the module has written are outputs too.
-    if len(inputs.mapped) != len(input_nodes) and (written := inputs.written()):
+    if reads_written and (written := inputs.written()):
         more, bases_of_more = _nodes_of(written, in_transform=inputs.watches_all)
         nodes, bases = nodes | more, bases | bases_of_more
-    if not nodes and not input_nodes:
-        return output
-
-    # The end of backward: the only input, the last of several, or none that a hook could see.
-    if not input_nodes:
-        call.end_without_hook()
-    elif len(input_nodes) == 1:
-        call.await_inputs()
-        input_nodes[0].register_hook(call.on_last_input_gradient)
-    else:
-        call.await_inputs()
-        counter = _InputGradientCounter(len(input_nodes), call)
-        for node in input_nodes:
-            node.register_hook(counter.on_input)
-        for node in filter(None, nodes.difference(input_nodes, bases)):
-            node.register_prehook(counter.expecting(input_nodes))
-    # The beginning: whichever output comes first.
-    for node in filter(None, nodes | bases if bases else nodes):
-        node.register_prehook(call.on_output_gradient)
-    return output
+    return output, nodes, bases
 
 
 def _enter_by_gradients(call: ForwardCall, gradients: Sequence[torch.Tensor | None], _: object) -> None:
