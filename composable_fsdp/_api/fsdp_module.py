@@ -80,7 +80,9 @@ class GradientReductionHandle(TorchGradientReductionHandle):  # type: ignore[mis
 
     def __init__(self, root: Root | None) -> None:
         self._root = root
-        self._token = root.finalization.begin() if root is not None else None
+        self._token = object()
+        if root is not None:
+            root.finalization.is_due, root.finalization.in_flight = False, self._token
 
     @runs_outside
     def wait(self) -> None:
@@ -90,8 +92,11 @@ class GradientReductionHandle(TorchGradientReductionHandle):  # type: ignore[mis
             LifecycleError: ``reset_iter_state`` has dropped the reductions.
         """
         if self._root is not None:
-            self._root.finalization.end(self._token)
-            root, self._root = self._root, None
+            root, now = self._root, self._root.finalization
+            if now.in_flight is not self._token:
+                text = "wait() was called after reset_iter_state() has dropped the reductions of the handle."
+                raise LifecycleError(text)
+            now.in_flight, self._root = None, None
             root.finish_reductions()
 
 
@@ -215,7 +220,13 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             LifecycleError: the mode would change, and a backward has not been finalized.
         """
-        root_of(_state(self)).finalization.set_manual(enabled)
+        now = root_of(_state(self)).finalization
+        if enabled != now.is_manual and (now.is_due or now.in_flight is not None):
+            raise LifecycleError(
+                "set_manual_backward_finalization was called between a backward and the end of its finalization. Call "
+                "finalize_backward() first, and wait() of its handle."
+            )
+        now.is_manual = enabled
 
     @runs_outside
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -237,7 +248,13 @@ class FSDPModule(TorchFSDPModule):
         root = root_of(state)
         if state is not root.root_state:
             raise LifecycleError(f"finalize_backward() was called on {state.name!r}. Call it on the root module.")
-        root.finalization.check_due()
+        if not root.finalization.is_manual:
+            raise LifecycleError(
+                "finalize_backward() was called after a backward that has finalized itself. Call "
+                "set_manual_backward_finalization(True) before the step."
+            )
+        if root.finalization.in_flight is not None:
+            raise LifecycleError("finalize_backward() was called again. Call wait() of its last handle first.")
         synchronized = [each for each in _states(self, recurse=True) if each.is_synchronized]
         root.reduce_held("finalize_backward()", synchronized, frees=True)
         handle = GradientReductionHandle(root)

@@ -109,7 +109,8 @@ def assemble(root_state: FSDPState) -> Root:
     # Roots that are now inside of it end, and leave their settings.
     for former in dict.fromkeys(root_of(state) for state in states.values() if state.root is not None):
         former.drain()
-        root.finalization.take_settings(former.finalization)
+        root.finalization.is_manual |= former.finalization.is_manual
+        root.finalization.is_last_backward &= former.finalization.is_last_backward
         root.post_optimizer_event = former.post_optimizer_event or root.post_optimizer_event
         for module in former.root_state.modules:
             vars(module).pop(ROOT_ATTRIBUTE, None)

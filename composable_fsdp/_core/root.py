@@ -353,7 +353,7 @@ class Root:
             self._end_backward_of(state)
         # Wait, once, for everything that is in flight.
         works = [work for observe in self.observers.before_end for work in observe(self, BACKWARD)]
-        self.finalization.end_backward()
+        self.finalization.is_due = self.finalization.is_manual
         if self.waits_after_backward:
             self.finish_reductions()
         for work in works:
@@ -587,7 +587,7 @@ class Root:
             have_met |= observe(self)
         # Nothing in flight, no gradients, no parameters unsharded.
         self.drain()
-        self.finalization.forget()
+        self.finalization.is_due, self.finalization.in_flight = False, None
         for state in self.states.values():
             state.group.drop_gradients()
             for parameter in state.group.parameters:
