@@ -44,7 +44,7 @@ class ObservedRoot(Protocol):
     """The state of the outermost module of the current forward. It may be one below the root's."""
     states: Mapping[str, FSDPState]
     """All FSDP states, by name, in module order."""
-    plans: Planner
+    planner: Planner
     """The plan of the passes, and the record of the last forward."""
     current_pass: Pass
     queue: ReductionQueue
