@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from composable_fsdp._api.torch_types import TorchFSDPModule
-from composable_fsdp._core.events import HELD_GRADIENTS
 from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.group_plan import HELD_GRADIENTS
 from composable_fsdp._core.state import states_below
 
 __all__ = ["allocated_shards", "gradients_keep_their_dtype", "takes_conversion"]

@@ -29,8 +29,7 @@ from composable_fsdp._api.torch_types import (
     TorchUnshardHandle,
     find_state,
 )
-from composable_fsdp._core.deepcopy import copy_sharded
-from composable_fsdp._core.events import GradientState, ParameterState
+from composable_fsdp._core.group_plan import GradientState, ParameterState
 from composable_fsdp._core.hooks import hooked_forward, root_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root

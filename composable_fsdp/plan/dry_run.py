@@ -179,8 +179,8 @@ class Replay:
             dry.options = self._of_copies(state.options)
         launcher, task = DryLauncher(self._note, has_streams=real.launcher.has_streams), cast(Any, _ReplayedTask())
         states = {name: self._copies[state] for name, state in real.states.items()}
-        passes, observers = cast(Any, _Unwatched()), (_Hooks(self.steps), *(o for o in OBSERVERS if o.is_replayed))
-        root = self._root = Root(self._copies[real.root_state], states, launcher, task, passes, observers)
+        observers = (_Hooks(self.steps), *(o for o in OBSERVERS if o.is_replayed))
+        root = self._root = Root(self._copies[real.root_state], states, launcher, task, observers)
         root.is_verified = True
         root.planner.known, root.planner.fused = real.planner.known, real.planner.fused
         root.finalization.is_last_backward = real.waits_after_backward

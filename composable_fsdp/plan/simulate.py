@@ -10,8 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from composable_fsdp._core.events import Event, Hook
-from composable_fsdp._core.group_plan import GroupPlan
+from composable_fsdp._core.group_plan import Event, GroupPlan, Hook
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.plan.dry_run import (

@@ -193,10 +193,12 @@ class ModelCheck(Observer):
         raise an error with the same text.
 
         Raises:
+            ConfigurationError: a group has another value of a setting of roots than its root.
             DivergenceError: the models differ, or parameters that nothing has overwritten had different values when
                 they were sharded.
             ParameterError: ranks hold the same random values as shards that should differ.
         """
+        check_settings(root.root_state, root.states.values())
         if root.root_state.options.of_plugins.get("order check") is OrderCheck.OFF:
             return
         groups = {name: state.group for name, state in root.states.items()}
@@ -282,3 +284,28 @@ def _format(policy: Any) -> str:
     """Return the name of ``policy`` with the fields that differ from their defaults."""
     values = [f"{f.name}={value}" for f in fields(policy) if (value := getattr(policy, f.name)) != f.default]
     return f"{type(policy).__name__}({', '.join(values)})"
+
+
+def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
+    """Check that no state has another value of a root setting than ``root``, except the default, for the root's value.
+
+    Raises:
+        ConfigurationError: a group below ``root`` has another value. The text has both.
+    """
+    of_root = _values(root)
+    for state in states:
+        for name, value in _values(state).items():
+            if value not in (of_root.get(name), None):
+                only = "" if root.options.of_plugins.get(name) is not None else " only"
+                setter = "set_order_check" if name == "order check" else "set_schedule"
+                remedy = f"Call {setter} on the root{only}."
+                remedy = "Give all of them meshes of one device type." if name == "device" else remedy
+                raise ConfigurationError(
+                    f"the {name} of {state.name!r} ({state.class_name}) is {value}, but that of {root.name!r} "
+                    f"({root.class_name}), which contains it, is {of_root.get(name)}, and one counts for all. {remedy}"
+                )
+
+
+def _values(state: FSDPState) -> dict[str, object]:
+    options = {name: getattr(state.options, name) for name in ROOT_OPTIONS}
+    return {"device": state.group.axes.device, **state.options.of_plugins, **options}

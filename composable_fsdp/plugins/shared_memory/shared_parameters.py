@@ -28,10 +28,9 @@ from composable_fsdp import trace
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.verify_ranks import verify_same
 from composable_fsdp._core.comm import Collective
-from composable_fsdp._core.group_plan import ParameterState, Pass
 from composable_fsdp._core.gather import AllGatherBuffers, InPlaceBucket
 from composable_fsdp._core.group import GatherKind, ParamGroup
-from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
+from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, ParameterState, Pass
 from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.memory import ShardStore, Work, contiguous_strides, is_host, view_at
 from composable_fsdp._core.mesh import ProcessGroups
