@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         verify_same,
     )
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
-    from composable_fsdp._core import backward, comm, events, full_mesh, group_plan, layout, memory, mesh, schedule
+    from composable_fsdp._core import backward, comm, full_mesh, group_plan, layout, memory, mesh, schedule
     from composable_fsdp._core import gather as core_gather
     from composable_fsdp._core import group as core_group
     from composable_fsdp._core import reduce as core_reduce

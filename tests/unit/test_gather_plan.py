@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from composable_fsdp.policies import ReshardKind
 from tests._internals import ForwardRecord
-from tests._internals import events as s
+from tests._internals import group_plan as s
 from tests._internals import schedule as g
 
 Drawn: TypeAlias = tuple[ForwardRecord, dict[str, g.GroupFacts], g.Limits]
