@@ -59,7 +59,7 @@ from composable_fsdp._core.comm import AROUND, SUM, TRANSPORTS, Around, Collecti
 from composable_fsdp._core.full_mesh import FORMS, FullMesh
 from composable_fsdp._core.gather import AllGatherBuffers, Bucket
 from composable_fsdp._core.group import GATHER_KINDS, GatherKind
-from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
+from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, Hook, Pass
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 from composable_fsdp._core.mesh import PlainForm
