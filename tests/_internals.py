@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from composable_fsdp._api.torch_types import as_strategy
     from composable_fsdp._consistency import process_groups, watchdog
     from composable_fsdp._consistency import shutdown as missing_ranks
-    from composable_fsdp._consistency.main_thread import main_thread_frames, user_line, waits_in_torch
+    from composable_fsdp._consistency.main_thread import has_ended, main_thread_frames, user_line, waits_in_torch
     from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
     from composable_fsdp._consistency.process_groups import part_of
     from composable_fsdp._consistency.process_groups import timeout_of as timeout_of_group
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         library_version,
         verify_same,
     )
-    from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
+    from composable_fsdp._consistency.watchdog import PATIENCE, EndOfRun, RunningPass, Watchdog
     from composable_fsdp._core import backward, comm, full_mesh, group_plan, layout, memory, mesh, schedule
     from composable_fsdp._core import gather as core_gather
     from composable_fsdp._core import group as core_group

@@ -24,9 +24,9 @@ HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
     ".": 660,
-    "_api": 954,
-    "_consistency": 1028,
-    "_core": 5566,
+    "_api": 971,
+    "_consistency": 1068,
+    "_core": 5203,
     "checkpoint": 3497,
     "cli": 437,
     "codecs": 342,
@@ -34,14 +34,14 @@ MOST_CODE = {
     "init": 290,
     "interop": 54,
     "optim": 1321,
-    "plan": 894,
-    "plugins": 5482,
+    "plan": 886,
+    "plugins": 5684,
     "testing": 235,
     "wrap": 231,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 21660
+MOST_CODE_OF_ALL = 21548
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""
