@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# Wrapped lists take half of the lines: ``ruff check`` and ``ruff format`` leave this table alone.
+# fmt: off
 if TYPE_CHECKING:
     from composable_fsdp import _files
     from composable_fsdp._api.param_discovery import on_other_accelerators, resolve_dim
@@ -21,171 +23,51 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.process_groups import part_of
     from composable_fsdp._consistency.process_groups import timeout_of as timeout_of_group
     from composable_fsdp._consistency.process_identity import exit_text, has_died, process_identity
-    from composable_fsdp._consistency.rank_report import (
-        ABANDONED,
-        RESET,
-        OperationId,
-        RankReport,
-        WarningTimes,
-        diagnose,
-        error_summary,
-        format_ranks,
-        wait_text,
-    )
+    from composable_fsdp._consistency.rank_report import (ABANDONED, RESET, OperationId, RankReport, WarningTimes,
+        diagnose, error_summary, format_ranks, wait_text)
     from composable_fsdp._consistency.rendezvous import StoreRendezvous, Verdict, world_store
-    from composable_fsdp._consistency.verify_ranks import (
-        difference_text,
-        library_version,
-        verify_same,
-    )
+    from composable_fsdp._consistency.verify_ranks import difference_text, library_version, verify_same
     from composable_fsdp._consistency.watchdog import PATIENCE, EndOfRun, RunningPass, Watchdog
-    from composable_fsdp._core import backward, comm, full_mesh, group_plan, layout, memory, mesh, schedule
+    from composable_fsdp._core import backward, full_mesh, group_plan, layout, memory, mesh, schedule
     from composable_fsdp._core import gather as core_gather
     from composable_fsdp._core import group as core_group
     from composable_fsdp._core import reduce as core_reduce
     from composable_fsdp._core.backward import ReductionQueue, reduce_together
-    from composable_fsdp._core.comm import (
-        Around,
-        Collective,
-        Communicator,
-        LoopbackCommunicator,
-        ProcessGroupCommunicator,
-        Traits,
-        Transfer,
-        communicator_over,
-        communicators,
-        find,
-        is_over_group,
-        reopen,
-    )
-    from composable_fsdp._core.full_mesh import (
-        ShardPlacementResult,
-        default_mesh,
-        named_data_parallel_axes,
-        warn_without_cpu_backend,
-    )
-    from composable_fsdp._core.gather import (
-        AllGather,
-        AllGatherBuffers,
-        Bucket,
-        CachedMessage,
-        CachedPart,
-        InPlaceBucket,
-        cached_message,
-        pack_messages,
-    )
-    from composable_fsdp._core.group import UNSHARD_STARTED, ParamGroup
-    from composable_fsdp._core.group_plan import (
-        GRADIENT_TRANSITIONS,
-        HELD_GRADIENTS,
-        LOCAL_GRADIENTS,
-        PARAMETER_TRANSITIONS,
-        Event,
-        GatherClaim,
-        GradientOperation,
-        GradientState,
-        GroupPlan,
-        Hook,
-        ParameterOperation,
-        ParameterSpec,
-        ParameterState,
-        Pass,
-        PlanOptions,
-        advance,
-        plan_group,
-        traits_of,
-    )
+    from composable_fsdp._core.comm import (Around, Collective, Communicator, LoopbackCommunicator,
+        ProcessGroupCommunicator, Traits, Transfer, communicator_over, communicators, find, is_over_group, reopen)
+    from composable_fsdp._core.full_mesh import (ShardPlacementResult, default_mesh, named_data_parallel_axes,
+        warn_without_cpu_backend)
+    from composable_fsdp._core.gather import (AllGather, AllGatherBuffers, Bucket, CachedMessage, CachedPart,
+        InPlaceBucket, cached_message, pack_messages)
+    from composable_fsdp._core.group import ParamGroup
+    from composable_fsdp._core.group_plan import (GRADIENT_TRANSITIONS, LOCAL_GRADIENTS, PARAMETER_TRANSITIONS, Event,
+        GatherClaim, GradientOperation, GradientState, GroupPlan, Hook, ParameterOperation, ParameterSpec,
+        ParameterState, Pass, PlanOptions, advance, plan_group, traits_of)
     from composable_fsdp._core.hooks import root_of
-    from composable_fsdp._core.layout import (
-        ALIGNMENT_BYTES,
-        NEVER_ZERO_COPY,
-        GatherLayout,
-        ReduceLayout,
-        ReduceOp,
-        Reduction,
-        ShardLayout,
-        TensorShards,
-        cut_pinned,
-        divide,
-        pack_gradient,
-        payload_widths,
-        pinned_bytes,
-        plan_division,
-        plan_gather,
-        plan_reduce,
-        split_at,
-        take_shard,
-        unpack_parameter,
-    )
-    from composable_fsdp._core.memory import (
-        BackendCapabilities,
-        CommStream,
-        CommStreams,
-        DeviceCapabilities,
-        InFlight,
-        OwnedBuffer,
-        Work,
-        backend_capabilities,
-        cast_and_move,
-        device_capabilities,
-        group_by_key,
-        is_host,
-        without_grad,
-    )
-    from composable_fsdp._core.mesh import (
-        DataParallelAxes,
-        ModelParallel,
-        ProcessGroups,
-        data_parallel_axes,
-        data_parallel_placements,
-        shard_over_axes,
-        shard_within,
-    )
-    from composable_fsdp._core.params import (
-        OptimizerSteps,
-        ParameterSource,
-        ShardedParameter,
-        local_part,
-        take_gradients,
-    )
-    from composable_fsdp._core.reduce import BucketReducer, ReducedBucket
+    from composable_fsdp._core.layout import (ALIGNMENT_BYTES, GatherLayout, ReduceLayout, ReduceOp, Reduction,
+        ShardLayout, TensorShards, cut_pinned, divide, pack_gradient, pinned_bytes, plan_division, plan_gather,
+        plan_reduce, split_at, take_shard, unpack_parameter)
+    from composable_fsdp._core.memory import (BackendCapabilities, CommStream, CommStreams, DeviceCapabilities,
+        OwnedBuffer, Work, backend_capabilities, cast_and_move, device_capabilities, group_by_key, is_host,
+        without_grad)
+    from composable_fsdp._core.mesh import (DataParallelAxes, ModelParallel, data_parallel_axes,
+        data_parallel_placements, shard_over_axes, shard_within)
+    from composable_fsdp._core.params import (OptimizerSteps, ParameterSource, ShardedParameter, local_part,
+        take_gradients)
+    from composable_fsdp._core.reduce import BucketReducer
     from composable_fsdp._core.root import _MOST_FORWARDS, Root, StreamLauncher
     from composable_fsdp._core.schedule import Planner
     from composable_fsdp._core.seams import outside_callers_context
-    from composable_fsdp._core.state import (
-        Accumulation,
-        ForwardRecord,
-        FSDPState,
-        connections,
-        find_state,
-        state_of,
-        states_below,
-    )
-    from composable_fsdp._extents import (
-        DTYPES,
-        Box,
-        Cut,
-        ShardExtent,
-        extent_of,
-        gather,
-        like,
-        plain_name,
-        shardings_of,
-    )
+    from composable_fsdp._core.state import (Accumulation, ForwardRecord, FSDPState, connections, find_state, state_of,
+        states_below)
+    from composable_fsdp._extents import DTYPES, Cut, ShardExtent, extent_of, gather, like, plain_name, shardings_of
     from composable_fsdp._text import text_table
     from composable_fsdp._torch_version import NEWEST, OLDEST
     from composable_fsdp.checkpoint import _coordination as rank_group
     from composable_fsdp.checkpoint import _safetensors as safetensors_files
     from composable_fsdp.checkpoint._archive import FilePart, check_archive
-    from composable_fsdp.checkpoint._coordination import (
-        Mismatch,
-        PendingSave,
-        join_rank_texts,
-        leave_common_unexpected,
-        mismatch_text,
-        refuse,
-        said,
-    )
+    from composable_fsdp.checkpoint._coordination import (Mismatch, PendingSave, join_rank_texts,
+        leave_common_unexpected, mismatch_text, refuse, said)
     from composable_fsdp.checkpoint._dcp import directory
     from composable_fsdp.checkpoint._dcp import save as checkpoint_save
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint
@@ -205,26 +87,14 @@ if TYPE_CHECKING:
     from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace
     from composable_fsdp.init.materialize import reset_parameters
     from composable_fsdp.optim._owner_exchange import Exchange, OwnerPlans, make_exchanges
-    from composable_fsdp.optim._owner_plan import (
-        assign_owners,
-        cut_buckets,
-        message_limit,
-        newton_schulz_cost,
-        replicas_together,
-    )
+    from composable_fsdp.optim._owner_plan import (assign_owners, cut_buckets, message_limit, newton_schulz_cost,
+        replicas_together)
     from composable_fsdp.optim._owner_units import AxisCut, Slot, Tiling, Unit, axis_cuts, tiling_of
     from composable_fsdp.optim.offload_optimizer import _offloads as optimizer_offloads
     from composable_fsdp.plan import dry_run
-    from composable_fsdp.plan.known_accelerators import KnownAccelerator, as_accelerator
+    from composable_fsdp.plan.known_accelerators import KnownAccelerator
     from composable_fsdp.plan.make_plan import pinned_waste
-    from composable_fsdp.plan.simulate import (
-        CollectiveCost,
-        Costs,
-        GroupSpec,
-        gather_messages,
-        gradient_messages,
-        simulate,
-    )
+    from composable_fsdp.plan.simulate import CollectiveCost, Costs, GroupSpec, simulate
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
     from composable_fsdp.plugins.checks.model_check import Values, differing_starts, start_details
@@ -245,23 +115,14 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.skipped_modules import UnusedGroups, newly_reached
     from composable_fsdp.plugins.smaller_mesh import plan_slices, smaller_shard_axis
     from composable_fsdp.plugins.torch_views import ClientState
-    from composable_fsdp.plugins.visible_collectives import Visible
     from composable_fsdp.plugins.watched_waits import Watched, _WatchedWork, compare, compared, level_through_store
     from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather
     from composable_fsdp.plugins.weight_stream.changed_params import _Segment
-    from composable_fsdp.testing.ranks import (
-        START_TIMEOUT,
-        VARIABLES,
-        Outcome,
-        RankProcess,
-        ask,
-        function_stack,
-        pickled_job,
-        results_of,
-        run_job,
-    )
+    from composable_fsdp.testing.ranks import (START_TIMEOUT, VARIABLES, Outcome, RankProcess, ask, function_stack,
+        pickled_job, results_of, run_job)
     from composable_fsdp.wrap._plan import Group, Scope, plan_groups
     from composable_fsdp.wrap.torch_policies import as_wrap_policy
+# fmt: on
 
 
 def _imports() -> dict[str, tuple[str, str]]:
