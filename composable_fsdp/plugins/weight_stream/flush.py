@@ -316,7 +316,7 @@ def apply_changes(state: Mapping[str, torch.Tensor], flush: Flush, last: Positio
     kind, end = INTEGERS[header.dtype.itemsize], 0
     moved = {  # all that can fail is before the first write
         device: (values.to(device).view(kind), None if indices is None else indices.to(device, torch.int64))
-        for device in {place.device for known in places.values() for place in known}
+        for device in dict.fromkeys(place.device for known in places.values() for place in known)
     }
     for name, shape, count in header.tensors:
         begin, end = end, end + count
