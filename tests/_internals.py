@@ -118,6 +118,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.watched_waits import Watched, _WatchedWork, compare, compared, level_through_store
     from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather
     from composable_fsdp.plugins.weight_stream.changed_params import _Segment
+    from composable_fsdp.plugins.weight_stream.model_sources import ModelSources
     from composable_fsdp.testing.ranks import (START_TIMEOUT, VARIABLES, Outcome, RankProcess, ask, function_stack,
         pickled_job, results_of, run_job)
     from composable_fsdp.wrap._plan import Group, Scope, plan_groups

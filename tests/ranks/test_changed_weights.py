@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -26,7 +27,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.errors import ConfigurationError, DivergenceError, FlushError
 from composable_fsdp.plugins.weight_stream import Flush, FlushHeader, JoinPart, Position, SentParams, apply_changes
-from tests._internals import _Segment
+from tests._internals import ModelSources, _Segment
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.experts import sharded_mixture
 from tests.helpers.model_parallel import named_mesh
@@ -231,6 +232,30 @@ def run_out_of_memory() -> None:
             receiver.update()
 
 
+def fail_to_pack() -> None:
+    """Fail on one rank where it writes its message, in each bucket of both streams. All can go on."""
+    model = shard_layers(seeded(UnevenMLP)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    pack, rank = ModelSources.pack, dist.get_rank()
+    total = len(stream_full_params(model, 100))
+    for changed in (False, True):
+        receiver = Receiver(model, bucket_bytes=100)
+        for call in range(total):
+            calls = iter(range(99))
+
+            def failing(*arguments: Any, calls: Any = calls, call: int = call) -> None:
+                if rank == 1 and arguments[1].slots and next(calls) == call:
+                    raise torch.OutOfMemoryError("no memory")
+                pack(*arguments)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ModelSources, "pack", failing)
+                # The other rank has ended before, if this one fails in what it makes of the last bucket.
+                with pytest.raises(torch.OutOfMemoryError, match="no memory") if rank else suppress(PeerError):
+                    consume(receiver, 0) if changed else list(stream_full_params(model, 100))
+            receiver.update()
+            receiver.sent.forget()
+
+
 def ask_for_everything() -> None:
     """Check forgetting on one rank, a new sender, other arguments, a wrong one on one rank, and other models."""
     rank = dist.get_rank()
@@ -293,7 +318,7 @@ def first_rank_only() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-@pytest.mark.parametrize("case", [run_out_of_memory, ask_for_everything, first_rank_only])
+@pytest.mark.parametrize("case", [run_out_of_memory, fail_to_pack, ask_for_everything, first_rank_only])
 def test_failures_on_one_rank_and_reasons_to_send_everything(case: Callable[[], None]) -> None:
     run_ranks(case, 2, timeout=120)
 

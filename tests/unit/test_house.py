@@ -35,13 +35,13 @@ MOST_CODE = {
     "interop": 54,
     "optim": 1321,
     "plan": 886,
-    "plugins": 5684,
+    "plugins": 5691,
     "testing": 235,
     "wrap": 231,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 21548
+MOST_CODE_OF_ALL = 21555
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""

@@ -83,6 +83,8 @@ class BucketGather:
         self._rows: list[torch.Tensor | None] = [None] * len(plan.messages)
         self.header: Sequence[int] = header
         """The largest numbers in the headers of all ranks, once it has arrived."""
+        self.is_launched = False
+        """Other ranks may have received something of it."""
 
     def run(self, stream: CommStream) -> InFlight[None]:
         """Launch it on ``stream``."""
@@ -141,6 +143,7 @@ class BucketGather:
             rows = self._bucket_memory()[slot.place : slot.place + axis.size * slot.row_bytes]
             row = rows[axis.rank * slot.row_bytes : (axis.rank + 1) * slot.row_bytes]
             transfers.append(Transfer(rows, row if self._own[0] else self._sources.shard_in(slot, row)))
+        self.is_launched = True
         return axis.launch(Collective.ALL_GATHER, transfers, self._label)
 
     def _rows_for(

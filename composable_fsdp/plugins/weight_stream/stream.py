@@ -340,13 +340,18 @@ class WeightStream(Generic[T]):
     def _launch(self, end: int) -> None:
         """Launch the buckets up to ``end``, those that are left."""
         for number in range(self._launched, min(end, len(self))):
+            gather: BucketGather | None = None
             try:
                 gather = self._contents.gather(number, self._left)
+                pending = gather.run(self._stream)
             except BaseException as error:  # such as one of memory, on this rank only
+                if gather is not None and gather.is_launched:
+                    raise
                 self._problem = error
                 self._leave()
                 gather = self._contents.gather(number, self._left)
-            self._in_flight.append((gather, gather.run(self._stream)))
+                pending = gather.run(self._stream)
+            self._in_flight.append((gather, pending))
             self._launched += 1
 
     def _receive(self, *, takes: bool) -> tuple[int, T | None]:
