@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch.autograd import Variable
@@ -152,6 +153,8 @@ class Root:
         self.current_pass = IDLE
         self._thread: threading.Thread | None = None
         """The thread that began the current pass."""
+        self._end: ref[Callable[[], None]]
+        """The callback at the end of the last backward, which autograd holds until its run has ended or failed."""
         self.outermost: FSDPState | None = None
         self._grad_mode = True
         """The grad mode of the outermost module's forward."""
@@ -386,10 +389,11 @@ class Root:
     def _begin_backward(self) -> None:
         self.check_available()
         self.progress.begin(is_in_forward=self.current_pass is FORWARD)
-        self.current_pass = BACKWARD
+        end = functools.partial(self.end_backward)
+        self.current_pass, self._end = BACKWARD, ref(end)
         self.drain_before_changes()
         self._begin_pass(BACKWARD)
-        self.launcher.at_end_of_backward(self.end_backward)
+        self.launcher.at_end_of_backward(end)
         self.planner.begin_backward()
         self.queue.begin_backward()
         for state in self.states.values():
@@ -645,8 +649,8 @@ class Root:
         thread = self._thread
         if self.current_pass is IDLE or thread is None or thread is threading.current_thread():
             return
-        # A recomputation is in a thread of autograd, which has one for each device.
-        if self.current_pass is FORWARD or self.progress.task.is_outside:
+        # A recomputation is in a thread of autograd, which has one for each device. A backward that failed has ended.
+        if self.current_pass is FORWARD or (self._end() is not None and self.progress.task.is_outside):
             raise LifecycleError(
                 f"thread {threading.current_thread().name!r} began a forward of {state.name!r} while thread "
                 f"{thread.name!r} is inside the {self.current_pass.value} of {self.root_state.name!r}. A sharded model "
