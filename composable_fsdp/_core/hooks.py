@@ -167,7 +167,7 @@ def _install_optimizer_hooks() -> Callable[[], None]:
             note_optimizer_step([p for p, _ in sharded])
             for root in roots_stepped_by(optimizer, sharded):
                 root.planner.steps.note()
-            for observer in OBSERVERS:
+            for observer in reversed(OBSERVERS):
                 observer.after_step(optimizer)
 
     handles = (

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from composable_fsdp import DivergenceError, FSDPModule, PeerError, find_nonfinite, fully_shard, no_sync
-from composable_fsdp.errors import LifecycleError
+from composable_fsdp.errors import LifecycleError, UnsavableStateWarning
+from composable_fsdp.plugins.checks.optimizer_checks import OptimizerChecks
 from tests._internals import (
     Collective,
     GlooCommunicator,
@@ -461,6 +462,21 @@ def test_a_pass_after_a_step_that_raised_is_refused(alone: bool, passes: str) ->
         its.zero_grad()
     complete(6)
     assert_same(model, undisturbed, plan)
+
+
+@pytest.mark.behaviour("H-01")
+@on_ranks(2)
+def test_a_step_has_succeeded_although_a_warning_after_it_raises() -> None:
+    """As programs that turn warnings into errors see it: all ranks hold the parameters after the step."""
+    model = build(Plan("", 0, 0, 1, False, True, False, False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 16)).sum().backward()
+    with mock.patch.object(OptimizerChecks, "after_step", side_effect=UnsavableStateWarning):
+        with pytest.raises(UnsavableStateWarning):
+            optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.behaviour("H-01")
