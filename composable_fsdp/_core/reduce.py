@@ -508,7 +508,7 @@ def stages_of(
     if is_partial:
         return [Stage(streams.reduce, steps.reduce_scatter, steps.keep_partial_sum)]
     if all(each.bucket.pgs.axes.replicate.size == 1 for each in reductions):
-        return [Stage(streams.reduce, steps.reduce_scatter, steps.finish)]
+        return [Stage(streams.reduce, steps.reduce_scatter, steps.finish_unreplicated)]
     # Then over the replicate axis, in two stages where messages are not summed by the communicator.
     first = Stage(streams.reduce, steps.reduce_scatter, steps.finish_exchanges)
     owns = [each.bucket.own for each in reductions]
@@ -577,13 +577,19 @@ class _HybridReduce:
         transfers = [(c, [own.gather(c) for own in members]) for c, members in grouped]
         return WorkList(tuple(c.launch(Collective.ALL_GATHER, of_one, label) for c, of_one in transfers))
 
+    def finish_unreplicated(self) -> list[ReducedBucket]:
+        self.finish_exchanges()
+        for bucket, _, buffers, *_ in self._reductions:
+            bucket.add_partial_sum(buffers)
+        return self.finish()
+
     def finish(self) -> list[ReducedBucket]:
+        """Return the gradients. Partial sums are in them: one that is kept now is of a later backward."""
         self.finish_exchanges()
         for _, own in self._own_all_reduces:
             own.finish()
         reduced = []
         for bucket, reduction, buffers, hook, divides_first in self._reductions:
-            bucket.add_partial_sum(buffers)  # unless the all-reduce did
             if hook is not None:
                 if divides_first:
                     divide(buffers.output, reduction.post_divide)

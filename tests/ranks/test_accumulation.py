@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -61,6 +62,29 @@ def test_microbatches_send_no_more_than_they_are_asked_to(shape: tuple[int, ...]
         task.loss(model, task.batch_of(1, rank)).backward()
         assert all(p.grad is not None for p in model.layers[0].parameters()), name
         model.zero_grad()
+
+
+@pytest.mark.behaviour("C-07", "A-07")
+@on_ranks(4)
+def test_a_partial_sum_belongs_to_the_next_all_reduce_while_others_are_in_flight() -> None:
+    """A reduction that was launched before must not take the sum, although it ends later."""
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    for limit, pattern in product((2, 3, 4), ("all part all", "part all part all", "all part part all")):
+        torch.manual_seed(0)
+        model, plain = (nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)) for _ in range(2))
+        plain.load_state_dict(model.state_dict())
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        model.set_reduce_scatter_max_input_buffers(limit)  # type: ignore[operator]
+        ways = pattern.split()
+        batches = torch.randn(len(ways), 4, 3, 4)
+        for number, way in enumerate(ways):
+            model.set_is_last_backward(number == len(ways) - 1)  # type: ignore[operator]
+            model.set_requires_all_reduce(way == "all")  # type: ignore[operator]
+            model(batches[number, rank]).square().sum().backward()
+            (plain(batches[number]).square().sum() / 4).backward()
+        for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), expected.grad, msg=f"{limit} in flight, {pattern}")  # type: ignore[union-attr]
 
 
 @pytest.mark.behaviour("C-07", "C-03")
