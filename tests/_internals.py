@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         data_parallel_placements, shard_over_axes, shard_within)
     from composable_fsdp._core.params import (OptimizerSteps, ParameterSource, ShardedParameter, local_part,
         take_gradients)
-    from composable_fsdp._core.reduce import BucketReducer
+    from composable_fsdp._core.reduce import BucketReducer, ReduceScatterBuffers
     from composable_fsdp._core.root import _MOST_FORWARDS, Root, StreamLauncher
     from composable_fsdp._core.schedule import Planner
     from composable_fsdp._core.seams import outside_callers_context

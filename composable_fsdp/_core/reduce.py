@@ -141,8 +141,12 @@ class BucketReducer:
         ends = [offset + prod(shape) for offset, shape in zip(layout.output.offsets, self._shapes, strict=True)]
         self._gradient_span = (min(layout.output.offsets, default=0), max(ends, default=0))
         """Bounds of the gradients in the output. It has no gaps if its length is the gradients' total size."""
-        self._widths, self._pieces = split_at(layout.output.offsets, ends, layout.output.numel)
-        """The widths that split the output into gradients and gaps, and which of the pieces each gradient is."""
+        begins = [*layout.output.offsets, layout.flags_offset]
+        ends.append(layout.flags_offset + layout.flags_width)
+        self._widths, (*self._pieces, flags) = split_at(begins, ends, layout.output.numel)
+        """The widths that split the output into gradients, flags and gaps, and which of the pieces each gradient is."""
+        self._widths_on_host = [0 if piece == flags else width for piece, width in enumerate(self._widths)]
+        """The same for the copy of an offloaded output, which has no flags."""
 
     def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> ReduceScatterBuffers | None:
         """Take the gradients that autograd accumulated and build the messages; ``None`` if nothing is trainable.
@@ -356,10 +360,13 @@ class BucketReducer:
         # Divide, cast, and move to where the shards rest.
         divide(buffers.output, reduction.post_divide)
         flat, widths = buffers.output.to(buffers.gradient_dtype), self._widths
-        if flat.device != self.rest:  # without flags behind the gradients: page-locked memory could be twice as large
-            end, widths = self._gradient_span[1], widths[: max(self._pieces) + 1]
-            host = torch.empty(end, dtype=flat.dtype, device=self.rest, pin_memory=self.pin_memory)
-            flat = host.copy_(flat[:end], non_blocking=True)
+        if flat.device != self.rest:  # without flags, with which page-locked memory could be twice as large
+            layout, widths = self.plan.reduce, self._widths_on_host
+            host = torch.empty(layout.sharded_numel, dtype=flat.dtype, device=self.rest, pin_memory=self.pin_memory)
+            begin, end = layout.flags_offset, layout.flags_offset + layout.flags_width
+            for part, source in zip(host.tensor_split([begin]), (flat[:begin], flat[end:]), strict=True):
+                part.copy_(source, non_blocking=True)
+            flat = host
         # As strided views, vectors take three times as long. Nothing else uses ``flat`` or its version counter.
         parts = torch.unsafe_split_with_sizes(flat, widths)
         shards = list(map(parts.__getitem__, self._pieces))

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +18,13 @@ from hypothesis import strategies as st
 from composable_fsdp import CPUOffloadPolicy, OffloadPolicy
 from tests._internals import (
     ALIGNMENT_BYTES,
+    BucketReducer,
     GatherClaim,
     GroupPlan,
     ParameterSpec,
     PlanOptions,
     ReduceOp,
+    ReduceScatterBuffers,
     Reduction,
     TensorShards,
     cut_pinned,
@@ -345,6 +349,25 @@ def test_a_group_of_1_125_gib_wastes_at_most_a_tenth_in_few_buckets() -> None:
 def test_flags_and_norms_add_no_power_of_two() -> None:
     assert planned((64, 64), CPUOffloadPolicy()) == (1, 0.0)
     assert planned((64, 64, 1), CPUOffloadPolicy()) == (2, 0.0)
+
+
+@pytest.mark.parametrize(("lengths", "direct"), [((256, 256), 1024), ((256, 512, 256), 4096), ((128, 512, 128), 1024)])
+def test_gradients_are_offloaded_without_flags(lengths: tuple[int, ...], direct: int) -> None:
+    """Flags are before gradients that are reduced from where they are, and after the others."""
+    specs = tuple(spec_of(f"{k}", (length,), 0, torch.float32) for k, length in enumerate(lengths))
+    (plan,) = plan_group(specs, (PlanOptions(2, 0, direct),)).buckets
+    assert plan.reduce.num_flags
+    axes = SimpleNamespace(shard=SimpleNamespace(rank=0), num_ranks=2)
+    pgs: Any = SimpleNamespace(axes=axes, reduces_unused=True)
+    members: Any = [object() for _ in specs]
+    reducer = BucketReducer(plan, members, pgs, torch.device("cpu"), torch.device("cpu", 0), pin_memory=False)
+    output = torch.arange(float(plan.reduce.output.numel))
+    offsets = plan.reduce.output.offsets
+    expected = [output[start : start + n // 2].clone() for start, n in zip(offsets, lengths, strict=True)]
+    buffers = ReduceScatterBuffers([], output, frozenset(), torch.float32)
+    gradients = reducer.finish(buffers, Reduction(ReduceOp.SUM)).gradients
+    assert all(map(torch.equal, gradients, expected))
+    assert gradients[0].untyped_storage().nbytes() == sum(lengths) // 2 * 4
 
 
 WIDE = [torch.float32, torch.float64, torch.bfloat16]
