@@ -471,9 +471,9 @@ def test_a_step_has_succeeded_although_a_warning_after_it_raises() -> None:
     model = build(Plan("", 0, 0, 1, False, True, False, False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 16)).sum().backward()
-    with mock.patch.object(OptimizerChecks, "after_step", side_effect=UnsavableStateWarning):
-        with pytest.raises(UnsavableStateWarning):
-            optimizer.step()
+    patched = mock.patch.object(OptimizerChecks, "after_step", side_effect=UnsavableStateWarning)
+    with patched, pytest.raises(UnsavableStateWarning):
+        optimizer.step()
     optimizer.zero_grad()
     model(torch.ones(2, 16)).sum().backward()
     optimizer.step()
