@@ -351,7 +351,8 @@ class CallInputs:
             assert now is not None
             after = dict(now)
             for key, item in _shown(given, now).items():
-                is_written = item is not mapped.get(key, self) or any(map(self._is_written, tensors_in(item)))
+                may_be_written = tensors_in(item) if self._casts else ()
+                is_written = item is not mapped.get(key, self) or any(map(self._is_written, may_be_written))
                 after[key] = self._restored(item) if is_written else items[key]
             if given is tree or not _same(items, after):
                 _fill(tree, after)
