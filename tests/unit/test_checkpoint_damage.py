@@ -10,7 +10,9 @@ import os
 import pickle
 import shutil
 import threading
+import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +180,23 @@ def test_another_format_is_named_and_not_reported_as_damage(tmp_path, monkeypatc
 
 def test_a_checkpoint_of_version_2_loads(tmp_path: Path) -> None:
     model, optimizer = trained()
-    manifest = save(tmp_path, model, optimizer, {"step": 3}).path / "manifest.json"
-    body = json.loads(manifest.read_text())["manifest"] | {
-        "format": 2,
-        "tensors": {"model.second.bias": {"shape": [3]}},
-    }
-    manifest.write_text(json.dumps({"crc32": directory._checksum(body), "manifest": body}))
+    folder = save(tmp_path, model, optimizer, {"step": 3}).path
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    saved, places = metadata.state_dict_metadata, metadata.storage_data
+    end = (folder / "__0_0.distcp").stat().st_size
+    for index, place in list(places.items()):  # averages of tied weights, written once behind all other values
+        if index.fqn.startswith("model."):
+            average = f"averages.values.{index.fqn.removeprefix('model.')}"
+            saved[average] = saved[index.fqn]
+            places[replace(index, fqn=average)] = replace(place, offset=end + place.offset)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "__0_0.distcp").write_bytes(2 * (folder / "__0_0.distcp").read_bytes())
+    body = json.loads((folder / "manifest.json").read_text())["manifest"]
+    for name, record in body["files"].items():
+        data = (folder / name).read_bytes()
+        record |= {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+    body |= {"format": 2, "tensors": {"model.second.bias": {"shape": [3]}}}
+    (folder / "manifest.json").write_text(json.dumps({"crc32": directory._checksum(body), "manifest": body}))
     new = Tied()
     assert load(tmp_path, new) == {"step": 3}
     assert_same(state_of(new), state_of(model))

@@ -337,7 +337,8 @@ def _check_places(metadata: Metadata, folder: Path, sizes: dict[str, int]) -> No
     shared = set[tuple[_Extent, ...]]()
     for key, saved in metadata.state_dict_metadata.items():
         own = tuple(_extents(key, saved, metadata))
-        if key.startswith("model.") and isinstance(saved, TensorStorageMetadata):  # save writes tied weights once
+        # save writes tied weights once. That of 0.2.0 wrote averages too.
+        if key.startswith(("model.", "averages.")) and isinstance(saved, TensorStorageMetadata):
             if own in shared:
                 continue
             shared.add(own)
