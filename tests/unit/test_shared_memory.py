@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,7 +84,7 @@ def own() -> Iterator[Sockets]:
 
 
 def infos_of(own: Sockets) -> list[RankInfo]:
-    return [RankInfo("host", tuple(each.getsockname() for each in sockets), 1, False, "") for sockets in own]
+    return [RankInfo(tuple(each.getsockname() for each in sockets), 1, False, "") for sockets in own]
 
 
 def stranger(address: bytes, says: bytes = b"") -> socket.socket:
@@ -145,6 +146,17 @@ def test_a_peer_that_does_not_come_is_named(own: Sockets, monkeypatch: pytest.Mo
     monkeypatch.setattr(connect, "_MOST_SECONDS", 0.2)
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of the group did not connect"):
         meet_peers(own[0], infos_of(own)[:2], {})
+
+
+def test_ranks_of_several_hosts_open_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank would open one for each lower rank, of which there may be more than a process can open files."""
+    opened = []
+    monkeypatch.setattr(connect, "gather_objects", lambda own, group: [own, f"another {own}"])
+    monkeypatch.setattr(connect, "_open", lambda own, rank: opened.append(rank))
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    group: Any = None
+    assert connect.connect(group) is None
+    assert not opened
 
 
 def test_memory_that_is_handed_over_cannot_shrink() -> None:

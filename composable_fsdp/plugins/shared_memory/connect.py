@@ -41,17 +41,15 @@ _MOST_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """How to reach a rank.
+    """How to reach a rank of this host.
 
     Args:
-        host: its host, empty if it does not use shared memory.
         addresses: those of its sockets: one for each lower rank, to which it connects, and the one that listens.
         process: its process id.
         copies: it shares memory for messages only.
         error: why it has no sockets or no shared memory.
     """
 
-    host: str
     addresses: tuple[bytes, ...]
     process: int
     copies: bool
@@ -105,15 +103,15 @@ def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[RankInfo]] | Non
             f"the environment variable {SWITCH} is one of {', '.join(map(repr, MODES))}, not {mode!r}: '0' uses "
             "sockets between ranks of one host, 'copy' shares memory for messages only."
         )
-    rank, host = dist.get_rank(group), host_identity() if mode != "0" else ""
-    own, sockets = list[socket.socket](), dict[int, socket.socket]()
+    hosts = gather_objects(host_identity() if mode != "0" else "", group)
+    if not all(hosts) or len(set(hosts)) > 1:
+        return None
+    rank, own, sockets = dist.get_rank(group), list[socket.socket](), dict[int, socket.socket]()
     with ExitStack() as stack:
         stack.callback(lambda: close((*own, *sockets.values())))
-        error = _error_text(lambda: _open(own, rank)) if host else ""
+        error = _error_text(lambda: _open(own, rank))
         addresses = tuple(each.getsockname() for each in own)
-        infos = gather_objects(RankInfo(host, addresses, os.getpid(), mode == "copy", error), group)
-        if not host or any(each.host != host for each in infos):
-            return None
+        infos = gather_objects(RankInfo(addresses, os.getpid(), mode == "copy", error), group)
         errors = [each.error for each in infos]
         if not any(errors):
             errors = gather_objects(_error_text(lambda: meet_peers(own, infos, sockets)), group)
