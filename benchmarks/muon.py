@@ -84,8 +84,8 @@ def row_of(width: int, rounds: int) -> dict[str, Any]:
             calls = counted if name == "ours" else calls
             if turn:
                 times[name].append(milliseconds)
-    (plan,) = ours._plans.values()
-    ((exchange, _),) = plan.exchanges
+    ((_, exchanges),) = ours._plans._plans.values()
+    ((exchange, _),) = exchanges
     costs = [unit.cost for unit in exchange.units]
     loads = [
         sum(c for c, o in zip(costs, exchange.owners, strict=True) if o == r) for r in range(dist.get_world_size())
