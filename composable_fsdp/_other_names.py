@@ -22,10 +22,18 @@ UNSUPPORTED = {
     "set_reduce_scatter_input_fn": "leave it out, or change what is sent by comm_policy",
 }
 """Methods of earlier versions and of torch that sharded modules lack, and what to do instead."""
+_ADMIT = "leave it out, and admit classes with torch.serialization.add_safe_globals before save and load."
+_AVERAGED = "an AveragedModel of torch is saved and loaded as a model, in a folder of its own: save(folder, averaged)."
 REMOVED_KEYWORDS = {
-    ("ErrorFeedback", "reset_every"): "ErrorFeedback has no reset_every= in this version: with decay= old errors fade.",
+    ("ErrorFeedback", "reset_every"): "with decay= old errors fade.",
+    ("Muon", "matrices"): "make each matrix a parameter, or stack matrices in one of three dims, in a group with "
+    '"algorithm": "muon".',
+    ("offload_optimizer", "keep_bytes"): "all state rests in host memory. Leave it out, or make two optimizers, and "
+    "offload one of them.",
+    **{(function, "averages"): _AVERAGED for function in ("save", "load")},
+    **{(function, "weights_only"): _ADMIT for function in ("save", "load")},
 }
-"""Errors for keywords that earlier versions had, by their class and name."""
+"""What to do in place of keywords that earlier versions had, by their class or function and name."""
 OF_FSDP1 = {
     "module": "the model itself: fully_shard wraps nothing",
     "no_sync": "composable_fsdp.no_sync(model), or model.set_requires_gradient_sync(False)",

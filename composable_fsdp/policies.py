@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,25 +35,28 @@ __all__ = [
 logger = logging.getLogger(__name__)
 _REDUCES_IN_GRADIENT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 """True if FSDP2 of the installed torch takes ``reduce_dtype=None`` for the dtype of the sharded gradient."""
-_Class = TypeVar("_Class", bound="type[Any]")
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
-def checks_keywords(cls: _Class) -> _Class:
-    """Decorate a dataclass: the error for an unknown keyword names the most similar field."""
-    initialize, names = cls.__init__, [each.name for each in fields(cls)]
+def checks_keywords(made: _Callable) -> _Callable:
+    """Decorate a class or a function: the error for an unknown keyword tells the way out, or the most similar name."""
+    call: Any = cast(Any, made).__init__ if isinstance(made, type) else made
+    title, names = made.__name__, inspect.signature(call).parameters
 
-    @functools.wraps(initialize)  # keeps the signature
-    def checked(self: Any, *args: Any, **given: Any) -> None:
+    @functools.wraps(call)  # keeps the signature
+    def checked(*args: Any, **given: Any) -> Any:
         for name in given.keys() - names:
             from composable_fsdp._other_names import REMOVED_KEYWORDS
 
-            if removed := REMOVED_KEYWORDS.get((cls.__name__, name)):
-                raise ArgumentTypeError(removed)
-            raise ArgumentTypeError.of_keyword(cls.__name__, name, names)
-        initialize(self, *args, **given)
+            if removed := REMOVED_KEYWORDS.get((title, name)):
+                raise ArgumentTypeError(f"{title} has no {name}= in this version: {removed}")
+            raise ArgumentTypeError.of_keyword(title, name, names)
+        return call(*args, **given)
 
-    cls.__init__ = checked
-    return cls
+    if not isinstance(made, type):
+        return cast(_Callable, checked)
+    made.__init__ = checked  # type: ignore[misc]
+    return made
 
 
 @checks_keywords

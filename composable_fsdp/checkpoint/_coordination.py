@@ -9,6 +9,7 @@ The second half is the error texts of wrong arguments, and of what all ranks fou
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import pickle
@@ -298,7 +299,7 @@ def meet(function: Callable[..., object], check: Callable[[], Arguments], timeou
 
 
 def _call_text(function: Callable[..., object], given: Sequence[object], arguments: Mapping[str, object]) -> str:
-    defaults: Mapping[str, object] = cast(Any, function).__kwdefaults__
+    defaults: Mapping[str, object] = cast(Any, inspect.unwrap(function)).__kwdefaults__
     changed = [f"{name}={value!r}" for name, value in arguments.items() if value != defaults[name]]
     shown = ", ".join([*map(repr, given), *changed])
     return f"{function.__name__}({shown})" if shown else function.__name__

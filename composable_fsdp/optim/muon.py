@@ -19,12 +19,14 @@ from composable_fsdp.optim._owner_exchange import OwnerPlans, is_planned, title_
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim._owner_units import Slot, Unit, tiling_of
 from composable_fsdp.optim.owner_step import placed
+from composable_fsdp.policies import checks_keywords
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MOST_STEPS = 99
 _OF_BOTH = ("lr", "weight_decay")
 
 
+@checks_keywords
 class Muon(Optimizer):
     """Muon (Jordan et al. 2024) for matrices, and AdamW for all other parameters, also for sharded ones.
 
@@ -90,7 +92,6 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        matrices: None = None,
         adamw: Mapping[str, Any] | None = None,
         bucket_bytes: int = 256 << 20,
     ) -> None:
@@ -108,11 +109,6 @@ class Muon(Optimizer):
         _check(defaults)
         if bucket_bytes <= 0:
             raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
-        if matrices is not None:
-            raise ConfigurationError(
-                "Muon has no matrices= in this version. Make each matrix a parameter, or stack matrices in one of "
-                'three dims, in a group with "algorithm": "muon".'
-            )
         self._bucket_bytes = bucket_bytes
         self._adamw_options = dict(adamw or {})
         self._plans = OwnerPlans(bucket_bytes)

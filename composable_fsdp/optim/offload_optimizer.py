@@ -23,6 +23,7 @@ from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._owner_exchange import is_planned
 from composable_fsdp.optim._replaced_step import Step, replace_step, update_of, with_closure
+from composable_fsdp.policies import checks_keywords
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -31,6 +32,7 @@ _MEMBERS = frozenset(("params", "param_names"))
 _ALIGNMENT = 64
 
 
+@checks_keywords
 def offload_optimizer(
     optimizer: OptimizerT,
     to: str = _HOST,

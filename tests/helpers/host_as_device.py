@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ def host_as_device() -> Iterator[None]:
     """Have ``offload_optimizer`` move the state of parameters on the host."""
     names = {"is_host": lambda _: False}
     synchronize = mock.patch.object(torch.cpu.Stream, "synchronize", create=True)
-    with synchronize, mock.patch.dict(offload_optimizer.__globals__, names):
+    with synchronize, mock.patch.dict(inspect.unwrap(offload_optimizer).__globals__, names):
         yield
 
 

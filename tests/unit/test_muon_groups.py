@@ -147,8 +147,8 @@ def test_other_mistakes_are_named() -> None:
     text = r"^params must be a list: the order of a set differs from rank to rank"
     with pytest.raises(ArgumentTypeError, match=text):
         Muon([{"params": set(parameters((2, 2)))}])
-    with pytest.raises(ConfigurationError, match=r"^Muon has no matrices= in this version\. Make each matrix a param"):
-        Muon(parameters((2, 2)), matrices=lambda name, p: True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"^Muon has no matrices= in this version: make each matrix a param"):
+        Muon(parameters((2, 2)), matrices=lambda name, p: True)  # type: ignore[call-arg]
     with pytest.raises(ConfigurationError, match=r"algorithm must be 'muon' or 'adamw', not 'sgd'"):
         Muon([{"params": parameters((2, 2)), "algorithm": "sgd"}])
     with pytest.raises(TypeError, match=r"optimizer can only optimize Tensors, but one of the params is .*int"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -224,7 +225,7 @@ def test_an_offloaded_optimizer_is_freed_with_its_state() -> None:
 def test_state_of_parameters_in_host_memory_stays_there() -> None:
     expected, model = build(), build()
     plain = OPTIMIZERS["adamw"](expected)
-    with mock.patch.dict(offload_optimizer.__globals__, is_host=is_host):
+    with mock.patch.dict(inspect.unwrap(offload_optimizer).__globals__, is_host=is_host):
         optimizer = offload_optimizer(OPTIMIZERS["adamw"](model), "cpu")
     train(expected, plain)
     train(model, optimizer)

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from torch.distributed.fsdp import _fully_shard
 from torch.torch_version import TorchVersion
 
 import composable_fsdp
-from composable_fsdp import FSDPModule, fully_shard
-from composable_fsdp.errors import MissingNameError, UnsupportedError
+from composable_fsdp import FSDPModule, fully_shard, offload_optimizer
+from composable_fsdp.checkpoint import load, save
+from composable_fsdp.errors import ArgumentTypeError, MissingNameError, UnsupportedError
 from tests._internals import NEWEST, OLDEST, state_of
 from tests.helpers import upstream
 from tests.helpers.fresh_process import run_program
@@ -78,6 +80,26 @@ def test_importing_a_class_from_the_top_says_where_it_is(name: str, home: str) -
 def test_names_of_other_libraries_say_what_to_import(name: str, text: str) -> None:
     with pytest.raises(ImportError, match=text):
         exec(f"from composable_fsdp import {name}")
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "text"),
+    [
+        (offload_optimizer, "keep_bytes", r"all state rests in host memory\. Leave it out, or make two optimizers, "),
+        (save, "averages", r"an AveragedModel .* in a folder of its own: save\(folder, averaged\)\.$"),
+        (load, "averages", r"an AveragedModel .* in a folder of its own: save\(folder, averaged\)\.$"),
+        (save, "weights_only", r"leave it out, and admit classes with torch\.serialization\.add_safe_globals "),
+        (load, "weights_only", r"leave it out, and admit classes with torch\.serialization\.add_safe_globals "),
+    ],
+)
+def test_removed_keywords_of_functions_say_what_to_do(function: Callable[..., Any], name: str, text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"^{function.__name__} has no {name}= in this version: {text}"):
+        function(**{name: None})
+    with pytest.raises(ArgumentTypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'odd'"):
+        function(odd=3)
+    assert name not in inspect.signature(function).parameters
+    with pytest.raises(TypeError, match=r"missing .* required positional"):
+        function()
 
 
 BEFORE_THE_FIRST_NAME = """

@@ -69,10 +69,12 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, prepare_for_access
 from composable_fsdp.errors import CheckpointError, printable
 from composable_fsdp.plugins.codecs.communication_state import CommunicationState
+from composable_fsdp.policies import checks_keywords
 
 logger = logging.getLogger(__name__)
 
 
+@checks_keywords
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

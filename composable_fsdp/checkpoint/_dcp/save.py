@@ -96,6 +96,7 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from composable_fsdp.plugins.checks.optimizer_checks import why_not_pickled
 from composable_fsdp.plugins.codecs.communication_state import CommunicationState
+from composable_fsdp.policies import checks_keywords
 
 ContentsPath = tuple[Any, ...]
 """The path of a value in a nested state dict: names, and indices of lists. Joined by dots, it is the key."""
@@ -529,6 +530,7 @@ class ChecksummingWriter(FileSystemWriter):
 # -- save
 
 
+@checks_keywords
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,

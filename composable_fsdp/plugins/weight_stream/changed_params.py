@@ -240,7 +240,7 @@ class _Segment:
                 yield own[: part.numel()].copy_(part).view(kind)
 
     def places(self, at: torch.Tensor) -> torch.Tensor:
-        """Return the places in the bucket of elements ``at`` of the row: 1-d, int64, ascending, as is the result."""
+        """Return the places in the bucket of elements ``at`` of the row, ascending, both 1-d and of its index dtype."""
         bounds = torch.searchsorted(at, self._begins.to(at.device))
         places = at + torch.repeat_interleave(self._moves.to(at.device), bounds.diff(), output_size=at.numel())
         ends = bounds.tolist() if self._scattered else []
