@@ -184,13 +184,17 @@ class Progress:
         is_reached = state in self.reached or not state.options.unshard_in_backward
         return is_reached or state.group.parameter_state is _UNSHARDED
 
+    def is_used_around(self, state: FSDPState) -> bool:
+        """Return whether the forward around this backward, if there is one, goes on to use parameters of ``state``."""
+        return self.is_in_forward and state.is_in_use
+
     def is_over_for(self, state: FSDPState) -> bool:
         """Return whether the rest of backward needs no parameter of ``state``, all of which have gradients.
 
         If other states are nested inside, this holds only after backward has been through all other states.
         """
         plan = state.group.plan
-        if state.user_states or plan.num_trainable < len(plan.specs):
+        if state.user_states or plan.num_trainable < len(plan.specs) or self.is_used_around(state):
             return False
         # A nested state may come later, and use parameters of the group around it.
         others = (other for other in self._states if other is not state and other.group.plan.specs)

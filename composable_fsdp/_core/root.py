@@ -335,7 +335,8 @@ class Root:
         self.progress.leave(call)
         if run.position in run.record.ends_without_hook:
             return  # the last gradient, or the end of backward, comes later. Note: ends that no hook sees
-        if run.awaited <= 0 and state.options.reshard_after_backward and not state.user_states:
+        is_freed = state.options.reshard_after_backward and not state.user_states
+        if run.awaited <= 0 and is_freed and not self.progress.is_used_around(state):
             self.launcher.free(state.group)  # Note: order of free, wait and reduce
         if state.open_calls <= 0 and state not in self.queue.waiting and not state.options.reduced_by_observer:
             self.reduce_gradients(state)
@@ -377,7 +378,8 @@ class Root:
         if group.parameter_state is _SHARDED:
             return
         if state.options.reshard_after_backward:
-            self.launcher.free(state.group)
+            if not self.progress.is_used_around(state):
+                self.launcher.free(state.group)
             return
         if not group.unshard_started:
             return  # its slices stay, as the forward has left them

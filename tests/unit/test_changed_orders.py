@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from weakref import ref
 
@@ -230,6 +231,69 @@ def test_a_backward_inside_the_forward_leaves_a_complete_plan(mesh: DeviceMesh) 
         train(model, torch.ones(1, WIDTH, requires_grad=True))
     found = unsharded_in(lambda: model(torch.ones(1, WIDTH, requires_grad=True)))
     assert found[-2:] == ["wait layers.2", "wait layers.3"], "the last group is prefetched"
+
+
+class AroundInputs(nn.Module):
+    """A backward inside the forward gives gradients of inputs. The group around it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = layers(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.own(x)
+        (force,) = torch.autograd.grad(self.inner(h).square().sum(), h, create_graph=True)
+        return self.own(force)
+
+
+class BetweenModules(nn.Module):
+    """A backward between the two modules of one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = layers(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        (force,) = torch.autograd.grad(self.first(h).square().sum(), h, create_graph=True)
+        return self.last(force)
+
+
+class AroundAll(nn.Linear):
+    """A backward inside the forward gives the gradients of all parameters of the module that runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        super().forward(x.detach()).sum().backward()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "groups"),
+    [
+        (AroundInputs(), [["inner"]]),
+        (BetweenModules(), [["first", "last"]]),
+        (AroundAll(WIDTH, WIDTH), []),
+    ],
+    ids=["gradients of inputs", "between modules", "gradients of all"],
+)
+def test_a_backward_inside_a_forward_frees_nothing_that_it_goes_on_to_use(
+    model: nn.Module, groups: Sequence[Sequence[str]]
+) -> None:
+    alike = deepcopy(model)
+    with fake_ranks(1):
+        mesh = init_device_mesh("cpu", (1,))
+        for group in groups:
+            fully_shard([model.get_submodule(name) for name in group], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for _ in range(2):
+            x = torch.randn(2, WIDTH, requires_grad=True)
+            found, expected = model(x), alike(x)
+            torch.testing.assert_close(found, expected)
+            found.sum().backward()
+            expected.sum().backward()
+            for parameter, plain in zip(model.parameters(), alike.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad.full_tensor(), plain.grad)  # type: ignore[union-attr]
+        assert not [s for s in state_of(model).root.states.values() if s.group.unshard_started], "freed at the end"
 
 
 def accumulate(model: nn.Module, sync: Sequence[bool]) -> None:
