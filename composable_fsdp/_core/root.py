@@ -152,7 +152,7 @@ class Root:
         self.queue = ReductionQueue(self.planner, launcher)
         self.current_pass = IDLE
         self._thread: threading.Thread | None = None
-        """The thread that began the current pass."""
+        """The thread that began the current pass, or the forward around it."""
         self._end: ref[Callable[[], None]]
         """The callback at the end of the last backward, which autograd holds until its run has ended or failed."""
         self.outermost: FSDPState | None = None
@@ -403,7 +403,8 @@ class Root:
                 state.group.hold_set_gradients()
 
     def _begin_pass(self, which: Pass) -> None:
-        self._thread = threading.current_thread()
+        if not self.progress.is_in_forward:  # the forward goes on in its thread
+            self._thread = threading.current_thread()
         for observe in self.observers.begin_pass:
             observe(self, which)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
+from threading import Thread
 from weakref import ref
 
 import pytest
@@ -294,6 +295,25 @@ def test_a_backward_inside_a_forward_frees_nothing_that_it_goes_on_to_use(
             for parameter, plain in zip(model.parameters(), alike.parameters(), strict=True):
                 torch.testing.assert_close(parameter.grad.full_tensor(), plain.grad)  # type: ignore[union-attr]
         assert not [s for s in state_of(model).root.states.values() if s.group.unshard_started], "freed at the end"
+
+
+class AroundThread(AroundInputs):
+    """The backward inside the forward runs in another thread, as autograd's does on accelerators."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x)
+        thread = Thread(target=h.sum().backward, kwargs={"inputs": [x], "retain_graph": True})
+        thread.start()
+        thread.join(30)
+        return self.own(self.inner(h))
+
+
+def test_a_forward_goes_on_in_its_thread_after_a_backward_in_another(mesh: DeviceMesh) -> None:
+    model = AroundThread()
+    for module in (model.inner, model.own, model):
+        fully_shard(module, mesh=mesh)
+    for _ in range(2):
+        train(model, torch.ones(1, WIDTH, requires_grad=True))
 
 
 def accumulate(model: nn.Module, sync: Sequence[bool]) -> None:
