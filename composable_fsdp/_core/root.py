@@ -271,7 +271,7 @@ class Root:
 
     @runs_outside
     def abort_forward(self, call: ForwardCall, error: BaseException | None) -> None:
-        """Reshard the state of ``call``, a forward that raised. Return to IDLE if it is the outermost one."""
+        """Reshard what only ``call`` used, a forward that raised. Return to IDLE if it is the outermost one."""
         state = call.state
         if error is not None:
             for observe in self.observers.raised:
@@ -286,8 +286,9 @@ class Root:
             if state is self.outermost:
                 self._back_to_idle()
                 self.progress.forwards.pop(self.planner.record, None)
-            else:
-                self.launcher.free(state.group)
+            for member in (state, *state.owner_states):
+                if not member.is_in_use:
+                    self.launcher.free(member.group)
 
     # -- backward
 
@@ -599,6 +600,7 @@ class Root:
             state.group.drop_gradients()
             for parameter in state.group.parameters:
                 parameter.sharded.grad = None
+            self.launcher.free(state.group)
         self._back_to_idle()
         if have_met:  # they may have gathered different groups
             for observe in self.observers.have_met:
@@ -617,8 +619,10 @@ class Root:
 
     def _back_to_idle(self) -> None:
         for state in self.states.values():
-            self.launcher.free(state.group)
             state.open_calls, state.kept, state.run = 0, None, None
+            # A module of another root goes on, if it has caught the error.
+            if not any(user.root is not self and user.is_running for user in alive(state.user_states)):
+                self.launcher.free(state.group)
         self.progress.forget()
         self.queue.waiting.clear()
         if self.current_pass is FORWARD or self.progress.is_in_forward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from threading import Thread
@@ -314,6 +315,54 @@ def test_a_forward_goes_on_in_its_thread_after_a_backward_in_another(mesh: Devic
         fully_shard(module, mesh=mesh)
     for _ in range(2):
         train(model, torch.ones(1, WIDTH, requires_grad=True))
+
+
+class User(nn.Module):
+    """A module that uses the weight of ``owner``, and calls ``owner``, which raises, or raises itself."""
+
+    def __init__(self, owner: nn.Linear, raises: str) -> None:
+        super().__init__()
+        self.weight, self.own, self.raises = owner.weight, nn.Linear(WIDTH, WIDTH, bias=False), raises
+        self.others = [owner]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raises == "user":
+            raise RuntimeError
+        with suppress(RuntimeError):
+            self.others[0](x[:, :1])
+        return self.own(x) @ self.weight
+
+
+class Catching(nn.Module):
+    def __init__(self, raises: str) -> None:
+        super().__init__()
+        (self.owner,) = layers(1)
+        self.user = User(self.owner, raises)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with suppress(RuntimeError):
+            x = self.user(x)
+        return x
+
+
+@pytest.mark.parametrize("has_one_root", [True, False])
+@pytest.mark.parametrize("raises", ["user", "owner"])
+def test_a_forward_that_raised_frees_what_it_shares_but_nothing_in_use(
+    mesh: DeviceMesh, raises: str, *, has_one_root: bool
+) -> None:
+    """Parameters that stay would miss the optimizer step."""
+    model = Catching(raises)
+    fully_shard(model.owner, mesh=mesh)
+    fully_shard(model.user, mesh=mesh, shared_from=[model.owner])
+    x = torch.ones(1, WIDTH)
+    if has_one_root:
+        fully_shard(model, mesh=mesh)
+    else:
+        model.owner(x).sum().backward()
+    for _ in range(2):
+        with torch.no_grad():
+            assert (model(x) is x) == (raises == "user"), "the user has gone on"
+        assert not any(state_of(module).group.unshard_started for module in (model.owner, model.user))
 
 
 def accumulate(model: nn.Module, sync: Sequence[bool]) -> None:
