@@ -176,6 +176,21 @@ def test_an_owner_below_another_root_is_unsharded_for_its_user(mesh: DeviceMesh,
     user.reset_iter_state()  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("trainable", [False, True])
+def test_an_owner_below_another_root_is_freed_after_backward(mesh: DeviceMesh, *, trainable: bool) -> None:
+    """Also one without gradients, of which its own root hears nothing."""
+    owner, user = layers(2)
+    owner.requires_grad_(trainable)
+    user.weight, user.bias = owner.weight, nn.Parameter(torch.zeros(WIDTH))
+    fully_shard(owner, mesh=mesh)
+    fully_shard(user, mesh=mesh, shared_from=[owner])
+    x = torch.ones(1, WIDTH)
+    owner(x)
+    for _ in range(2):
+        train(user, x.requires_grad_())
+        assert not state_of(owner).group.unshard_started
+
+
 def test_groups_of_another_root_are_not_prefetched(mesh: DeviceMesh) -> None:
     first, second = Chain(2), Chain(2)
     for part in (first, second):
