@@ -277,6 +277,8 @@ def begin_call(state: FSDPState, caller: FrameType) -> ForwardCall:
     """Begin a call of a module of ``state`` that the frame ``caller`` runs."""
     root: Root = state._root() or assemble(state)
     root.check_thread(state)
+    for owner in state.owner_states:
+        root_of(owner)  # reduces the gradients of its parameters
     calls = state.calls_under_way
     is_inner = bool(calls) and is_being_called(state)
     call = ForwardCall(state, root, caller, sys.exc_info()[1], is_inner)

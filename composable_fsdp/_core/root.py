@@ -298,6 +298,9 @@ class Root:
         if self.current_pass is not BACKWARD:
             self._begin_backward()
         state, run = call.state, call.run
+        for owner in state.owner_states:
+            if owner.root is not None and owner.root.current_pass is not BACKWARD:  # it is not this one
+                owner.root._begin_backward()  # whose end reduces and frees what no hook completes
         self.progress.enter(call)
         if state is not self.root_state:
             self.progress.current = state

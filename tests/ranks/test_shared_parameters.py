@@ -210,3 +210,22 @@ def test_shared_parameters_can_be_frozen_and_their_user_can_run_alone() -> None:
     with Recorder() as recorder:
         check_parity(seeded(SharedTwice), play, shard=shard, steps=6)
     assert recorder.allocated == {}
+
+
+@pytest.mark.behaviour("A-10")
+@on_ranks(2)
+def test_a_user_trains_parameters_of_an_owner_that_has_not_run() -> None:
+    def shard(model: Any) -> None:
+        fully_shard(model.owner)
+        fully_shard(model.user, shared_from=[model.owner])
+        fully_shard(model)
+
+    def play(model: Any, step: int, rank: int) -> torch.Tensor:
+        x, _ = TASKS["chain"].batch_of(step, rank)
+        loss: torch.Tensor = (model if step > 1 else model.user)(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    with Recorder() as recorder:
+        check_parity(seeded(SharedTwice), play, shard=shard, steps=4)
+    assert recorder.allocated == {}
