@@ -196,7 +196,6 @@ def fully_shard(
             other_meshes = {id(s.tensor): s.sharding.axes.mesh for s in sources if s.sharding.axes is not axes}
             for each in modules:
                 broadcast_module_states(each, axes.mesh, ignored, other_meshes)
-        # Put sharded parameters in their places. Nothing after this refuses.
         cut = None
         if reshard.kind is ReshardKind.SMALLER:
             from composable_fsdp.plugins.smaller_mesh import cut_over
@@ -204,6 +203,8 @@ def fully_shard(
             cut = cut_over((axes, *(source.sharding.axes for source in sources)), reshard.mesh_size)
         name = ", ".join(type(each).__name__ for each in modules)
         classes = [sharded_class(type(each)) for each in modules]
+        # Put sharded parameters in their places. Nothing after this refuses.
+        discovery.register_shared()
         group = ParamGroup(name, sources, axes)
         group.cut = cut
         for source, parameter in zip(sources, group.parameters, strict=True):

@@ -64,6 +64,8 @@ class ParamDiscovery:
     offload: OffloadPolicy | Mapping[str, OffloadPolicy]
     precision: MixedPrecisionPolicy
     _axes_of: dict[tuple[DeviceMesh, str, float | None], DataParallelAxes] = field(default_factory=dict)
+    _shared: list[tuple[FSDPState, ShardedParameter, tuple[nn.Module, str]]] = field(default_factory=list)
+    """Parameters of other groups, with the places where they are not registered yet."""
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
         """Return the parameters that the call takes, each once, with every place where it is registered."""
@@ -77,7 +79,7 @@ class ParamDiscovery:
                 name = f"{path}.{attribute}" if path else attribute
                 held = nested.get(id(parameter)) or self._find_shared(parameter)
                 if held is not None:
-                    self._register_shared(held, owner, attribute, f"{name!r} of {type(top).__name__}")
+                    self._note_shared(held, owner, attribute, f"{name!r} of {type(top).__name__}")
                     continue
                 found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
         self._check_devices({name: parameter for name, _, parameter, _ in found.values()}, modules)
@@ -115,20 +117,22 @@ class ParamDiscovery:
             return None
         return state, sharded
 
-    def _register_shared(
+    def _note_shared(
         self, held: tuple[FSDPState, ShardedParameter], owner: nn.Module, attribute: str, place: str
     ) -> None:
-        """Register a parameter of another group at one more place.
-
-        Raises unless that group is one of ``owner_states``.
-        """
+        """Note one more place of a parameter of another group. Raises unless that is one of ``owner_states``."""
         state, parameter = held
         if (owner, attribute) in parameter.owners:
             return
         if state not in self.owner_states:
             raise _shared_error(place, f"{parameter.name!r} of {state.name}")
-        state.reshard()
-        state.group.register_at(parameter, [(owner, attribute)])
+        self._shared.append((state, parameter, (owner, attribute)))
+
+    def register_shared(self) -> None:
+        """Register the parameters of other groups at the places that :meth:`collect` has found."""
+        for state, parameter, place in self._shared:
+            state.reshard()
+            state.group.register_at(parameter, [place])
 
     def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:
         """Check ``parameter`` and return how it is sharded."""

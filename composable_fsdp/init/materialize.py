@@ -18,7 +18,7 @@ from composable_fsdp._consistency.order_check import OrderCheck, order_check_fro
 from composable_fsdp._consistency.process_groups import broadcast_
 from composable_fsdp._consistency.verify_ranks import verify_same
 from composable_fsdp._core.mesh import data_parallel_axes
-from composable_fsdp._core.params import ShardedParameter
+from composable_fsdp._core.params import ShardedParameter, find_replaced
 from composable_fsdp._core.registration import ParamPlace, registered_parameters
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._core.state import FSDPState, Ignored, find_state, state_of_parameter, states_below
@@ -380,7 +380,8 @@ def broadcast_module_states(
     parameters = {
         n: p
         for n, p in module.named_parameters()
-        if id(p) not in ignored.parameters and state_of_parameter(p) is None and not is_lazy(p)
+        if id(p) not in ignored.parameters and not is_lazy(p)
+        if state_of_parameter(p) is None and find_replaced(p) is None
     }
     buffers = {n: b for n, b in module.named_buffers() if id(b) not in ignored.buffers}
     tensors: dict[str, torch.Tensor] = {**parameters, **buffers}

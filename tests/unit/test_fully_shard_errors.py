@@ -407,6 +407,26 @@ def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
     assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.behaviour("A-10")
+@pytest.mark.parametrize("cause", ["a scalar", "a buffer on meta", "a final class"])
+def test_a_refused_user_keeps_the_parameters_that_others_own(cause: str) -> None:
+    model, owner = WithScalar(), nn.Linear(3, 3)
+    model.linear.weight = owner.weight
+    fully_shard(owner)
+    scalar = {model.scale}
+    if cause == "a scalar":
+        assert_refused(ParameterError, "scale", model, shared_from=[owner])
+    elif cause == "a buffer on meta":
+        model.register_buffer("mask", torch.ones(1, device="meta"))
+        options: dict[str, Any] = {"sync_module_states": True, "ignored_params": scalar, "shared_from": [owner]}
+        assert_refused(ParameterError, "mask", model, **options)
+    else:
+        modules = [model, Unwilling(3, 3)]
+        assert_refused(TypeError, "cannot have", modules, within=model, ignored_params=scalar, shared_from=[owner])
+    fully_shard(model, ignored_params=scalar, shared_from=[owner])
+    assert model.linear.weight is owner.weight
+
+
 def test_symmetric_memory_is_said_to_have_no_effect_once(caplog: pytest.LogCaptureFixture) -> None:
     for backend in ((), ("NCCL",)):
         model = fully_shard(nn.Linear(3, 3))
