@@ -8,16 +8,17 @@ A parameter that several groups use belongs to the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from composable_fsdp._api.param_discovery import holders
+from composable_fsdp._api.param_discovery import holders, offloads_of
 from composable_fsdp._api.strategy import resolve_strategy
-from composable_fsdp._api.torch_types import as_mesh_dims, as_strategy
+from composable_fsdp._api.torch_types import as_mesh_dims, as_offload_policies, as_strategy
+from composable_fsdp._core.params import find_replaced
 from composable_fsdp._core.registration import registered_parameters
-from composable_fsdp._core.state import find_ignored, state_of, states_below
+from composable_fsdp._core.state import find_ignored, state_of, state_of_parameter, states_below
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.init.materialize import InitFunction, materialize_meta
 from composable_fsdp.wrap._plan import Group, Scope, plan_groups
@@ -56,13 +57,7 @@ def shard_by_policy(model: nn.Module, policy: object, shard: Callable[..., objec
     ignored = find_ignored([model], options["ignored_params"], options["ignored_modules"])
     groups = plan_groups(as_wrap_policy(policy), Scope(model, ignored.modules, ignored.parameters), OVERRIDABLE)
     options_of = [_options_of(group, options) for group in groups]
-    offload = options["offload_policy"]
-    by_name = dict(offload) if isinstance(offload, Mapping) else None
-    unknown = sorted(set(by_name or ()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
-    if unknown:
-        raise ConfigurationError(
-            f"offload_policy has {unknown}, which are not among the names of model.named_parameters()."
-        )
+    _choose_offload(model, groups, options_of, options["offload_policy"], ignored.parameters)
     init: InitFunction | None = options["param_init_fn"]
     sharded = set(states_below(model))
     owner_states = sharded | {state_of(owner) for owner in options["shared_from"]}
@@ -73,20 +68,46 @@ def shard_by_policy(model: nn.Module, policy: object, shard: Callable[..., objec
                 materialize_meta(module, init, ignored, registered)
         owners = [state.modules[0] for state in holders(group.modules) if state in owner_states]
         target = group.modules[0] if len(group.modules) == 1 else list(group.modules)
-        if by_name is not None and "offload_policy" not in group.overrides:
-            chosen["offload_policy"] = _take(by_name, group)
         shard(target, **{**chosen, "shared_from": owners, "param_init_fn": None})
         owner_states.add(state_of(group.modules[0]))
 
 
-def _take(policies: dict[str, object], group: Group) -> dict[str, object]:
-    """Remove and return the entries of ``policies`` for parameters of ``group``, by their names in its call."""
-    taken = {}
-    for index, path in enumerate(group.names):
-        before, within = f"{path}." if path else "", f"{index}." if len(group.names) > 1 else ""
-        for name in [name for name in policies if name.startswith(before)]:
-            taken[within + name.removeprefix(before)] = policies.pop(name)
-    return taken
+def _choose_offload(
+    model: nn.Module,
+    groups: Sequence[Group],
+    options_of: Sequence[dict[str, Any]],
+    offload: object,
+    ignored: Collection[int],
+) -> None:
+    """Give each group its part of ``offload``, if that is a mapping. Raise if a mapping has a name of no parameter."""
+    parameters, taken = dict(model.named_parameters(remove_duplicate=False)), set(ignored)
+    ids = {name: id(parameters.get(name)) for name in offload} if isinstance(offload, Mapping) else {}
+    left = set(ids)
+    for group, chosen in zip(groups, options_of, strict=True):
+        names = _names_of(group, taken)
+        if "offload_policy" in group.overrides:
+            offloads_of(as_offload_policies(chosen["offload_policy"]), list(names.values()))
+        elif isinstance(offload, Mapping):
+            own = {name: known for name, known in ids.items() if known in names}
+            chosen["offload_policy"] = {names[known]: offload[name] for name, known in own.items()}
+            left -= own.keys()
+        taken.update(names)
+    if left:
+        raise ConfigurationError(
+            f"offload_policy has {sorted(left)}, which are not among the names of model.named_parameters(), or which "
+            "are ignored, sharded already, or in a group with an offload_policy of its own."
+        )
+
+
+def _names_of(group: Group, taken: Collection[int]) -> dict[int, str]:
+    """Return the names that the parameters of ``group`` have in its call, by id, without those ``taken``."""
+    names: dict[int, str] = {}
+    for index, module in enumerate(group.modules):
+        for name, parameter in module.named_parameters(prefix=str(index) if len(group.modules) > 1 else ""):
+            is_sharded = state_of_parameter(parameter) is not None or find_replaced(parameter) is not None
+            if id(parameter) not in taken and not is_sharded:
+                names.setdefault(id(parameter), name)
+    return names
 
 
 def _options_of(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from composable_fsdp._core.state import FSDPState, find_state, state_of_paramete
 from composable_fsdp.errors import ConfigurationError, ParameterError, ShardDimError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["ParamDiscovery", "PlacementFunction", "holders", "on_other_accelerators"]
+__all__ = ["ParamDiscovery", "PlacementFunction", "holders", "offloads_of", "on_other_accelerators"]
 
 PlacementFunction = Callable[[nn.Parameter], object]
 
 
-def _by_name(given: OffloadPolicy | Mapping[str, OffloadPolicy], names: Sequence[str]) -> dict[str, OffloadPolicy]:
+def offloads_of(given: OffloadPolicy | Mapping[str, OffloadPolicy], names: Sequence[str]) -> dict[str, OffloadPolicy]:
     """Return the policy of each parameter of ``names``; raise if a name in a mapping is no parameter of the call."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, given)
@@ -83,7 +83,10 @@ class ParamDiscovery:
                     continue
                 found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
         self._check_devices({name: parameter for name, _, parameter, _ in found.values()}, modules)
-        offloads, codecs_of = _by_name(self.offload, [name for name, *_ in found.values()]), self.communication_of
+        offloads, codecs_of = (
+            offloads_of(self.offload, [name for name, *_ in found.values()]),
+            self.communication_of,
+        )
         return [
             ParameterSource(
                 name,

@@ -18,12 +18,13 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import describe, fully_shard
+from composable_fsdp import CPUOffloadPolicy, OffloadPolicy, describe, fully_shard
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.wrap import by_class, by_size, every_module, transformer_blocks
 from tests._internals import Group, Scope, as_wrap_policy, plan_groups, state_of
 from tests.helpers.models import Block as TransformerBlock
 from tests.helpers.models import Chain, Transformer
+from tests.helpers.refusals import assert_refused
 
 pytestmark = [pytest.mark.behaviour("B-01"), pytest.mark.usefixtures("one_rank")]
 
@@ -277,6 +278,33 @@ def test_mistakes_are_found_before_anything_is_sharded(model: Any, policy: Any, 
         fully_shard(model, policy=policy)
     for each in model if isinstance(model, list) else [model]:
         assert not isinstance(each, nn.Module) or not any(isinstance(p, DTensor) for p in each.parameters())
+
+
+@pytest.mark.behaviour("D-02")
+@pytest.mark.parametrize("where", ["model", "group with another", "group with it", "ignored"])
+def test_names_of_offloaded_parameters_are_checked_before_anything_is_sharded(where: str) -> None:
+    model = Chain(depth=3)
+    layers, offload = model.layers, CPUOffloadPolicy(pin_memory=False)
+    own: Any = {"group with another": OffloadPolicy(), "group with it": {"layers.1.bias": offload}}.get(where)
+    options: dict[str, Any] = {"ignored_params": {layers[1].bias}} if where == "ignored" else {}
+    if where != "group with it":
+        options["offload_policy"] = {"layers.1.bias" if where != "model" else "layers.1.bia": offload}
+
+    def choose(module: nn.Module, name: str) -> Any:
+        return {"offload_policy": own} if own is not None and name == "layers.1" else isinstance(module, nn.Linear)
+
+    assert_refused(ConfigurationError, r"^offload_policy has \['layers.1.bia", model, policy=choose, **options)
+
+
+@pytest.mark.behaviour("D-02")
+def test_a_tied_parameter_is_offloaded_by_any_of_its_names() -> None:
+    for name in ("layers.0.weight", "layers.1.weight"):
+        model = Chain(depth=2)
+        model.layers[1].weight = model.layers[0].weight
+        offload = {name: CPUOffloadPolicy(pin_memory=False)}
+        fully_shard(model, policy={nn.Linear}, offload_policy=offload)  # type: ignore[arg-type]
+        (parameter,) = (p for p in state_of(model.layers[0]).group.parameters if p.name == "weight")
+        assert isinstance(parameter.offload, CPUOffloadPolicy)
 
 
 @pytest.mark.behaviour("A-08")
