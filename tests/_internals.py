@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core import gather as core_gather
     from composable_fsdp._core import group as core_group
     from composable_fsdp._core import reduce as core_reduce
-    from composable_fsdp._core.backward import ReductionQueue, reduce_together
+    from composable_fsdp._core.backward import GroupReduction, ReductionQueue, reduce_together
     from composable_fsdp._core.comm import (Around, Collective, Communicator, LoopbackCommunicator,
         ProcessGroupCommunicator, Traits, Transfer, communicator_over, communicators, find, is_over_group, reopen)
     from composable_fsdp._core.full_mesh import (ShardPlacementResult, default_mesh, named_data_parallel_axes,

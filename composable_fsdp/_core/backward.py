@@ -451,6 +451,7 @@ class ReductionQueue:
         if state in fusion and state.group.task.is_around_another:
             self.waiting.discard(state)
             self._fusions.update(dict.fromkeys(fusion, ()))
+            self._fusions_for = None  # the next backward finds them anew
             fusion = ()
         if state not in fusion:
             return [state.group]

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import ForwardRecord, ParamGroup, schedule, state_of
+from tests._internals import ForwardRecord, GroupReduction, ParamGroup, StreamLauncher, schedule, state_of
 from tests.helpers.sharding import fake_ranks
 
 RANKS, WIDTH = 4, 512
@@ -417,3 +418,34 @@ def test_accumulation_makes_its_plans_once(mesh: DeviceMesh, monkeypatch: pytest
     model.set_schedule(prefetch_limit=1)  # type: ignore[operator]
     accumulate(model, [False, True] * 2)
     assert not made, "an earlier option has its plan again"
+
+
+class SometimesCheckpointed(nn.Sequential):
+    checkpoints = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self
+        x = first(x)
+        return third(checkpoint(second, x, use_reentrant=True) if self.checkpoints else second(x))
+
+
+def test_a_reentrant_checkpoint_ends_fusions_in_its_own_backward_only(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reduce = SometimesCheckpointed(*(nn.Linear(8, 8) for _ in range(3))), StreamLauncher.reduce
+    launched: list[int] = []
+
+    def reduce_and_note(_: StreamLauncher, reduction: GroupReduction) -> None:
+        launched.append(len(reduction.members))
+        reduce(reduction)
+
+    monkeypatch.setattr(StreamLauncher, "reduce", reduce_and_note)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for checkpoints, expected in ((False, [3]), (True, [1, 1, 1]), (True, [1, 1, 1]), (False, [3])):
+        model.checkpoints = checkpoints
+        train(model, torch.ones(1, 8, requires_grad=True))  # notes the order
+        launched.clear()
+        train(model, torch.ones(1, 8, requires_grad=True))
+        assert launched == expected, checkpoints
