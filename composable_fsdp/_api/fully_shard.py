@@ -95,8 +95,8 @@ def fully_shard(
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward. ``False``
             keeps them until the end of backward. An int that divides the number of shard ranks keeps a slice, which
             backward gathers over that many neighbouring ranks. ``None`` is ``True`` except for the outermost module
-            and, on accelerators, for the last groups of forward, with which backward begins: one group, or as many as
-            ``set_schedule(prefetch_limit=...)`` says.
+            and, on accelerators, for the last groups of forward, with which backward begins: two groups, or one more
+            than ``set_schedule(prefetch_limit=...)`` says; none if that is 0.
         shard_placement_fn: called with each parameter. Returns ``Shard(d)``, where ``d`` may be negative; ``None`` for
             ``Shard(0)``; or a ``ShardPlacementResult`` with another mesh, such as that of experts.
         mp_policy: dtypes of computation, reduction and output. Our class or torch's. One all-gather takes all
@@ -108,7 +108,7 @@ def fully_shard(
         ignored_modules: modules whose parameters and buffers, including those of modules below, are not sharded,
             moved, synchronized or reduced. Pass them to every call whose module contains them.
         device: the device of this rank, of the mesh's type, or its index. Parameters and buffers are moved there from
-            any device. ``None``: the current device, to which only tensors on CPU are moved.
+            any device. ``None``: the current device; parameters elsewhere than there or on CPU are refused.
         dp_mesh_dims: the data-parallel dims of ``mesh``, if ``mesh`` has all dims of the model. Every parameter must
             then be a DTensor on ``mesh``, replicated over these dims.
         shared_from: sharded modules that own parameters which ``module`` uses too, such as a tied embedding. These

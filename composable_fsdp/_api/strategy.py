@@ -91,6 +91,7 @@ def resolve_strategy(
     kind, frees = _MEANING[strategy]
     if reshard_after_forward is None:
         reshard_after_forward = None if frees else False
+    # True frees, and so does an int that keeps a slice. 1 == True, but one rank per slice keeps all.
     elif (reshard_after_forward is True or reshard_after_forward not in (0, 1)) != frees:
         does, would = ("frees", "keeps") if frees else ("keeps", "frees")
         raise ConfigurationError(

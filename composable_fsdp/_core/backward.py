@@ -55,7 +55,8 @@ _SLACK_DIVISOR = 8
 #
 # The backward of a module ends when the gradients of its inputs are complete. A hook on the nodes of the inputs tells
 # so (``call.awaits``). There is none if no input needs a gradient (the first layer), if an input was changed in place,
-# inside of transforms, or if a recomputation only refills saved tensors. ``record.ends_without_hook`` has such runs.
+# or inside of transforms. ``record.ends_without_hook`` has such runs. Hooks of a recomputation that only refills saved
+# tensors never fire; it counts in no ``open_calls`` until a gradient enters it.
 # What ends them instead, in this order:
 #   1. the last gradient of the group, if all of its parameters are trainable: ``Progress.is_over_for``;
 #   2. else the end of the whole backward, by autograd's callback: ``Root._end_backward_of``.
@@ -86,8 +87,9 @@ class Progress:
     Attributes:
         number: the number of this backward; between backwards, of the next one. Calls store it when backward reaches
             them, and while they are open.
-        reached: the states that this backward, or the last one, reached through an output with a hook. Between
-            backwards, of states that may hold gradients of several ones, only those whose parameters the forward used.
+        reached: the states that this backward, or the last one, reached through an output with a hook. After
+            the end, states that may hold sums stay in it only if this backward used a parameter of theirs: a missing
+            gradient is then a loss, of which ``notice_gradients`` warns.
         current: the state below the root that this backward, or the last one, reached last. ``None`` before the first.
         is_in_forward: this backward is inside of a forward.
         is_in_context: its last pre-backward was in a context of the caller.
@@ -137,6 +139,7 @@ class Progress:
     def leave(self, call: ForwardCall) -> None:
         """Note that the gradients of ``call``'s inputs are complete."""
         # If a call's output is its input, the output's hook follows at once.
+        # has_entered asks for ``reached`` too: the first question saves a call.
         if call.state not in self.reached and not self.has_entered(call.state):
             self._exits_before_entry.append(call)
         call.run.awaited -= 1
@@ -243,7 +246,7 @@ class GroupReduction:
         return sum(map(_gradient_bytes, self.members))
 
     def run(self) -> None:
-        """Take the gradients and launch their reduction: its first stage, if it has two."""
+        """Take the gradients and launch their reduction: its first stage, if it has several."""
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
@@ -274,7 +277,7 @@ class GroupReduction:
             torch._C._set_grad_enabled(grad_mode)
 
     def start(self) -> None:
-        """Launch the second stage, which waited for the first."""
+        """Launch the last stage, which waited for those before it."""
         self._pending.start()
 
     def complete(self, unread: list[GroupReduction] | None = None) -> None:
@@ -288,7 +291,7 @@ class GroupReduction:
         is_offloaded = any(map(_is_offloaded, self.members))
         reduced = self._pending.synchronize() if is_offloaded else self._pending.wait()
         if unread is not None and (unread or any(bucket.may_come_later for bucket in reduced)):
-            unread.append(self)
+            unread.append(self)  # not complete: the queue completes it again later, without a list
             return
         # Set the gradients, after the flags are read that say which ones are real.
         try:
@@ -364,7 +367,10 @@ class Launcher(Protocol):
     """False if the host waits for collectives."""
 
     def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
-        """Launch one all-gather, called ``label`` in errors, of those of ``groups`` that are sharded."""
+        """Launch one all-gather, called ``label`` in errors, of those of ``groups`` that are sharded.
+
+        Gradients in the layout before a change of ``requires_grad`` are reduced first.
+        """
 
     def wait(self, group: ParamGroup) -> None:
         """Wait for the all-gather of ``group`` and register its unsharded parameters."""
@@ -376,10 +382,10 @@ class Launcher(Protocol):
         """Free ``group``, but keep a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
 
     def reduce(self, reduction: GroupReduction) -> None:
-        """Launch ``reduction``. If it has two stages, this is the first one."""
+        """Launch ``reduction``. If it has several stages, this is the first one."""
 
     def start(self, reduction: GroupReduction) -> None:
-        """Launch the second stage of ``reduction``, if it has one and that is not launched yet."""
+        """Launch the later stages of ``reduction``, if it has any that are not launched yet."""
 
     def finish(self, reduction: GroupReduction, unread: list[GroupReduction] | None = None) -> None:
         """Wait for ``reduction``, and set the sharded gradients.
@@ -523,7 +529,7 @@ class ReductionQueue:
         One that raises, for example in a codec, is dropped: recovery would only raise again.
         """
         for _ in range(len(self._in_flight)):
-            reduction = self._in_flight.popleft()
+            reduction = self._in_flight.popleft()  # if its start raises, it is gone
             self.launcher.start(reduction)
             self._in_flight.append(reduction)
 

@@ -83,8 +83,9 @@ class Traits:
 #   - the kind, order, sizes and dtypes of messages: they follow from model and options, compared once before the
 #     first collective, and from the recorded order of the last forward that all ranks ran;
 #   - never from which parameters have a gradient here, memory that is free here, time, addresses, or orders of sets.
-# A rank that uses a part of the model sends zeros and flags for the rest. A forward that some ranks may not run
-# (without grad) changes no plan. What a rank alone finds, such as an error, it tells through the store.
+# A rank that uses a part of the model sends zeros and flags for the rest. A forward without grad that gathers
+# nothing may run on some ranks only: it changes no plan. What a rank alone finds, such as an error, it tells through
+# the store.
 
 
 class Communicator(Protocol):

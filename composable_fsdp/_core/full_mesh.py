@@ -135,9 +135,9 @@ class ShardPlacementResult:
     Args:
         placement: ``Shard(d)``, or ``None`` for ``Shard(0)``.
         mesh_info: the data-parallel mesh of the parameter, 1-d or 2-d.
-        divide: the divisor of the sum of gradients over ``mesh_info``, before ``set_gradient_divide_factor``. ``None``
-            is the number of ranks of ``mesh_info``. Experts whose tokens come from all data-parallel ranks need the
-            number of these.
+        divide: the divisor of the sum of gradients over ``mesh_info``; ``set_gradient_divide_factor`` then has no
+            effect on this parameter. ``None`` is the number of ranks of ``mesh_info``. Experts whose tokens come from
+            all data-parallel ranks need the number of these.
 
     Raises:
         ConfigurationError: ``divide`` is not positive.

@@ -172,7 +172,8 @@ class ParamGroup:
         axes: the mesh axes and device of the modules.
 
     Invariants: ``parameter_state`` changes only through ``PARAMETER_TRANSITIONS``, ``gradient_state`` only through
-    ``GRADIENT_TRANSITIONS``. An all-gather is pending only in UNSHARDING.
+    ``GRADIENT_TRANSITIONS``. An all-gather is pending only in UNSHARDING; one that failed, until
+    the next wait or :meth:`abandon`.
     """
 
     def __init__(
@@ -298,7 +299,7 @@ class ParamGroup:
             given = [parameter for parameter in self.parameters if parameter.adopt_replacement()]
             places = [(module._parameters, name) for parameter in given for module, name in parameter.owners]
             values = [registered[name] for registered, name in places]
-            self._follow_changes()
+            self._follow_changes()  # may show the sharded parameters: the values are put back
             for (registered, name), value in zip(places, values, strict=True):
                 registered[name] = value
 
@@ -580,7 +581,7 @@ class ParamGroup:
     def begin_gather(self, pending: InFlight[None] | None, stream: str, begin: float | None) -> None:
         """Record the all-gather ``pending``, or ``None`` for a group without parameters."""
         self._pending_gather = pending
-        self.parameter_state = _AFTER_UNSHARD.get(self.parameter_state) or self.advance(_UNSHARD)
+        self.parameter_state = _AFTER_UNSHARD[self.parameter_state]
         if trace.listeners:
             self.note_memory()
             moved = all_gather_wire_bytes(self.slices or self.buckets)
@@ -611,7 +612,7 @@ class ParamGroup:
         """Register the sharded parameters and free the unsharded memory."""
         # The tables say whether there is anything to do.
         before = self.parameter_state
-        self.parameter_state = _AFTER_RESHARD.get(before) or self.advance(_RESHARD)
+        self.parameter_state = _AFTER_RESHARD[before]
         if self.parameter_state is before:
             return
         # The memory may be freed only after the last write to it.
@@ -654,6 +655,13 @@ class ParamGroup:
 
     # -- gradients
 
+    # Note: gradients without a reduction
+    #
+    # ``contribute``: take part in a reduction, if need be with zeros. ``notice_gradients``: the same, if other code
+    # than autograd has set some. ``hold_set_gradients``: those are summed before a backward adds to them.
+    # ``hold_gradients``: a backward without synchronization has left some. ``held_gradients``: all of these, to be read
+    # or changed.
+
     def arrive(self, *, is_nested: bool) -> bool:
         """Handle a new gradient of an unsharded parameter. Return whether all gradients have arrived, in LOCAL.
 
@@ -664,7 +672,8 @@ class ParamGroup:
         # A backward inside this one: its end is not the end of this one.
         if is_nested:  # more gradients may follow
             return False
-        # The last gradient ends the group. Count all others in advance: their hooks only decrement ``_ahead``.
+        # The last gradient ends the group. Count all others in advance: their hooks only decrement ``_ahead``. Of
+        # 4, the 1st sets ``_ahead = 2`` and ``_num_ready = 3``, the 2nd and 3rd decrement, the 4th comes here again.
         num_trainable = self.plan.num_trainable
         self._num_ready += 1
         if self._num_ready >= num_trainable:

@@ -53,7 +53,10 @@ Keywords: TypeAlias = dict[str, PyTree]
 
 
 def calling_frame(depth: int = 2) -> FrameType:
-    """Return the frame that called the caller's hook, skipping the frames of wrappers."""
+    """Return the frame that called the caller's hook, skipping the frames of wrappers.
+
+    ``depth`` is 2 if the hook calls this itself, and one more for each function between.
+    """
     frame = sys._getframe(depth)
     while frame.f_code in HOOK_FRAMES and frame.f_back is not None:
         frame = frame.f_back
@@ -302,7 +305,7 @@ def take_inputs(call: ForwardCall, args: Arguments, kwargs: Keywords) -> tuple[P
     dtype = precision.param_dtype if precision.cast_forward_inputs else None  # input_dtype, without a call
     device = state.group.axes.device if state is call.root.root_state else None
     watches_all = watched and (in_transform() or dual_numbers._current_level >= 0)
-    # Nothing at all, in evaluation without mixed precision.
+    # Nothing at all, in evaluation without mixed precision below the root.
     if watched or dtype is not None or device is not None or precision.output_dtype is not None:
         take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=watches_all)
         try:
@@ -394,6 +397,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> Py
             node.register_prehook(call.on_output_gradient)
             return output
     exits = _exits(call, inputs)
+    # Each input has a view that was not changed in place: the module has written into none of them.
     output, entries, bases = _entries(inputs, output, reads_written=len(inputs.mapped) != len(exits))
     if not entries and not exits:
         return output
@@ -408,6 +412,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: PyTree) -> Py
         counter = _InputGradientCounter(len(exits), call)
         for node in exits:
             node.register_hook(counter.on_input)
+        # A base may be older than the call: its hook could run in a backward that never enters the call.
         for node in filter(None, entries.difference(exits, bases)):
             node.register_prehook(counter.expecting(exits))
     # The beginning: whichever output comes first.

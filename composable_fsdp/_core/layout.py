@@ -250,7 +250,7 @@ def plan_reduce(
     # Where gaps are in each row, and how large the largest copy with padding is.
     gradients = packed[:-1] if num_flags else packed
     flags_width = widths[-1] if num_flags else 0  # all of it is written, so it does not count as a gap
-    numbered = enumerate(zip(gradients, widths, strict=False), 1)
+    numbered = enumerate(zip(gradients, widths, strict=False), 1)  # widths has the flags too, last
     gaps = [(number, width - chosen[k].padded_numel) for number, (k, width) in numbered]
     uneven = [chosen[k].numel for k in gradients if chosen[k].numel != chosen[k].padded_numel * chosen[k].num_shards]
     in_chunks = all(chosen[k].dim == 0 and chosen[k].numel > 0 for k in gradients)
@@ -284,6 +284,7 @@ def _packed_first(
     widths = tuple(lengths[i] + -lengths[i] % packed_step for i in packed)
     rest, end = _aligned([lengths[i] for i in others], itemsize)
     first = sum(widths) + (-sum(widths) % step if others else 0)
+    # The sums have the end too, last.
     offsets = dict(zip(packed, accumulate(widths, initial=0), strict=False)) | {
         i: first + start for i, start in zip(others, rest, strict=True)
     }
@@ -445,7 +446,7 @@ def plan_division(
     """Return how to reduce gradients of ``dtype`` over ``num_ranks`` data-parallel ranks.
 
     Args:
-        dtype: dtype on the wire. For a 16-bit float with few exponent bits (fp16) the division is split in two, before
+        dtype: dtype of the sum. For a 16-bit float with few exponent bits (fp16) the division is split in two, before
             and after the sum, so that neither the sum overflows nor the summands underflow.
         num_ranks: shard ranks times replicate ranks.
         averages: True if the communicators support ``ReduceOp.AVERAGE``.

@@ -185,8 +185,8 @@ class Work(Protocol):
 class InFlight(Generic[T]):
     """Launched work that owns its buffers until :meth:`wait` returns.
 
-    Invariant: ``launch`` runs exactly once, and ``finish`` exactly once after it, however often the methods are called.
-    Autograd records neither.
+    Invariant: ``launch``, then ``finish``, succeed at most once, however often the methods are called: after an error
+    the next wait tries again. Autograd records neither.
     """
 
     __slots__ = (
@@ -239,7 +239,8 @@ class InFlight(Generic[T]):
         # Messages go back to the stream they were allocated on.
         if self._owned is not None and current is not None and current != self._launched_from:
             assert self._launched_from is not None
-            self._launched_from.wait_event(current.record_event())  # the memory of the messages may return to it
+            # Note: streams and whose memory. The memory of the messages may return to it.
+            self._launched_from.wait_event(current.record_event())
         self._owned = self._work = None
         result: T = self._result
         return result
@@ -355,6 +356,8 @@ class CommStream:
         finish_in_wait: bool = False,
     ) -> InFlight[T]:
         """Launch a collective and, when it is done, run ``finish`` on the same stream.
+
+        On null streams, work with ``after`` is launched by :meth:`InFlight.start` or its wait.
 
         Args:
             launch: prepares buffers and launches. Everything in its closure stays alive until the work has been waited

@@ -36,11 +36,12 @@ class DataParallelAxes:
     """The shard axis and the replicate axis of ``mesh``. An axis that the mesh lacks has one rank.
 
     Args:
-        mesh: the data-parallel mesh. Its last axis is the shard axis, if that has more than one rank.
+        mesh: the data-parallel mesh. Its last axis is the shard axis, unless all replicate.
         device: the device on which this rank computes.
         shard: communicator of the ranks that parameters are sharded over.
         replicate: communicator of the ranks that hold the same shard.
-        divide: the divisor of sums of gradients. ``None`` is the number of ranks, or the factor of the group.
+        divide: the divisor of sums of gradients. ``None`` is the number of ranks, or the factor of the
+            group; else ``set_gradient_divide_factor`` has no effect on these.
     """
 
     mesh: DeviceMesh

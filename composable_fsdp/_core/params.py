@@ -134,7 +134,7 @@ class ShardedParameter:
     ``sharded`` is the ``nn.Parameter`` that users, optimizers and checkpoints see; its local tensor is a view of the
     shard store. ``unsharded`` is the parameter that modules compute with. Only ``unsharded`` is part of autograd's
     graph.
-    Invariant: exactly one of the two is registered on all owners.
+    Invariant: exactly one of the two is registered on all owners, unless they are hidden or hold a tensor of the user.
 
     ``shape`` is the shape of the tensor that the data-parallel axes shard: the full parameter, or the local tensor of a
     parameter that was a DTensor already.
@@ -283,7 +283,7 @@ class ShardedParameter:
     @property
     def local_now(self) -> torch.Tensor:
         """The local tensor of the registered parameter, which may have replaced the one that the group knows."""
-        registered: Any = self._registered()
+        registered: Any = self._first_other_registered()
         if registered is self.sharded:
             return local_part(registered)
         if registered is self.unsharded or not isinstance(registered, DTensor) or in_functional_call():
@@ -303,7 +303,7 @@ class ShardedParameter:
         Raises:
             ParameterError: the registered tensor is not a DTensor with the sharding of this parameter.
         """
-        registered: Any = self._registered()
+        registered: Any = self._first_other_registered()
         if registered is self.unsharded:
             return False
         if registered is self.sharded:
@@ -402,7 +402,7 @@ class ShardedParameter:
             return
         self.unsharded.grad = self.accumulated = None
 
-    def _registered(self) -> nn.Parameter | None:
+    def _first_other_registered(self) -> nn.Parameter | None:
         """Return the parameter registered now: the first that is not ``sharded``, or ``None`` if it was deleted."""
         for module, name in self.owners:
             registered = module._parameters.get(name)

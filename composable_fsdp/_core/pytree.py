@@ -223,6 +223,16 @@ _NOTHING: dict[int, PyTree] = {}
 """The containers of a call that has none, as most calls. Nothing is written to these two."""
 
 
+# Note: the tensors of a container
+#
+# For a call with a list of one fp32 tensor ``t`` that is cast to ``c``:
+#   containers   one _Passed: ``tree`` the caller's list, ``given`` a copy, ``items`` {0: t}, ``mapped`` {0: c}
+#   _known       that _Passed, by the ids of the caller's list and of the copy
+#   mapped       id(t): c               _originals   id(c): t
+#   _casts       id(c): c, its version  _untouched   id(t): t, its version
+# If ``t`` is only watched, its view takes the place of ``c``, in the caller's list itself; it is not in ``_casts``.
+
+
 class CallInputs:
     """The inputs of one call as its module gets them: moved, cast, and watched by views if they need a gradient.
 

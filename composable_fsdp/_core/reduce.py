@@ -71,7 +71,8 @@ class ReducedBucket:
 
     @property
     def may_come_later(self) -> bool:
-        """True if flags must be read, which blocks the host, and no hooks of the user wait for the gradients."""
+        """True if flags must be read, which blocks the host, and no hook of the user on
+        the accumulated gradients waits."""
         return self.flags is not None and not any(p.sharded._post_accumulate_grad_hooks for p in self.parameters)
 
     def select(self) -> ReducedBucket:
@@ -121,6 +122,7 @@ class BucketReducer:
             self._make_own(former.own)
 
     def _make_own(self, former: OwnReduce | None) -> None:
+        # A kind stays with a bucket: parameters of another kind are in another bucket.
         if self.plan.reduce_kind is not None:
             self.own = cast(ReduceKind, self.plan.reduce_kind).make(self, former)
 
@@ -148,7 +150,7 @@ class BucketReducer:
         self._widths_on_host = [0 if piece == flags else width for piece, width in enumerate(self._widths)]
         """The same for the copy of an offloaded output, which has no flags."""
 
-    def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> ReduceScatterBuffers | None:
+    def prepare(self, reduction: Reduction, *, were_summed: bool) -> ReduceScatterBuffers | None:
         """Take the gradients that autograd accumulated and build the messages; ``None`` if nothing is trainable.
 
         The message always holds every trainable parameter, zeros for those without a gradient, so its size is the same
@@ -490,8 +492,8 @@ class BucketReduction(NamedTuple):
     bucket: BucketReducer
     reduction: Reduction
     buffers: ReduceScatterBuffers
-    hook: Callable[[torch.Tensor], None] | None = None
-    divides_first: bool = False
+    hook: Callable[[torch.Tensor], None] | None
+    divides_first: bool
 
 
 class Stage(NamedTuple):
@@ -567,7 +569,7 @@ class _HybridReduce:
         works: list[Work] = []
         label = f"all-reduce of {self._name}"
         for bucket, reduction, buffers, *_ in self._reductions:
-            bucket.add_partial_sum(buffers)
+            bucket.add_partial_sum(buffers)  # here, so that replicas sum it too
             own = None if bucket.own is None else bucket.own.all_reduce(bucket, buffers)
             if own is None:
                 transfers = [Transfer(buffers.output, buffers.output)]

@@ -239,7 +239,7 @@ class Registration:
         """Return the parameters whose ``.data`` was assigned, which does not change their local tensors."""
         with without_torch_function():
             storages = list(map(_storage, self._sharded))
-        if all(map(is_, storages, self._storages)):
+        if all(map(is_, storages, self._storages)):  # which has those of the local tensors too, last
             return []
         return [
             p

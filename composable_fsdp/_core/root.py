@@ -73,7 +73,8 @@ _MOST_FORWARDS = 256
 # A reduction allocates a message as large as the gradients. So where one hook may do both, it frees the full parameters
 # first, and the memory peak has one of the two. In ``unshard``, the wait for this group comes before the gathers ahead
 # if nothing had to be gathered now: a gather ahead would otherwise be in flight while the host waits for an older one.
-# If this group was late, gathers ahead are launched before the wait, so that they overlap with it.
+# If this group was late, gathers ahead are launched before the wait, so that they overlap with it. In forward on
+# streams they always are: ``PlannedRun.before_wait``.
 # At the end of backward: sums that are in flight are drained, held gradients reduced, then the group is freed or kept;
 # all in the order of modules, so that all ranks launch alike. The wait for all reductions comes last, once.
 
@@ -86,9 +87,12 @@ def _hook(kind: Hook) -> Callable[[Callable[[Root, S], T]], Callable[[Root, S], 
     """Run a hook outside of the caller's context, if that is not plain, and tell observers of it and its subject.
 
     Inside of BACKWARD, the caller's context of the last pre-backward holds. As a function around each hook this takes
-    half of the time of a context manager.
+    half of the time of a context manager. The ends of passes have the outermost or root state as their subject, which
+    observers get.
     """
-    is_inside, is_of_backward = kind in (_GRAD_READY, _POST_BACKWARD), kind in _OF_BACKWARD
+    # GRAD_READY and POST_BACKWARD come in autograd's threads, by the hundred: they take the context that the last
+    # pre-backward found.
+    follows_pre_backward, is_of_backward = kind in (_GRAD_READY, _POST_BACKWARD), kind in _OF_BACKWARD
 
     def decorate(body: Callable[[Root, S], T]) -> Callable[[Root, S], T]:
         @functools.wraps(body)
@@ -98,7 +102,7 @@ def _hook(kind: Hook) -> Callable[[Callable[[Root, S], T]], Callable[[Root, S], 
                 for observe in self.observers.before_first_hook:
                     observe(self)
             # The context of the caller.
-            if is_inside and self.current_pass is BACKWARD:
+            if follows_pre_backward and self.current_pass is BACKWARD:
                 is_in_context = self.progress.is_in_context
             else:
                 is_in_context = bool(dispatch_modes() or function_modes() or in_transform() or in_autocast())
@@ -171,7 +175,7 @@ class Root:
         if state is self.outermost or self.current_pass is BACKWARD:
             self._check_alive(state)
         if state.run is not None:  # another module of the group ran before, and shares its run
-            call.run = state.run
+            call.run = state.run  # also in a recomputation, while another module of the list is still to come
             return
         run, recomputes = Run(), self.current_pass is BACKWARD
         # The outermost module begins the pass.
@@ -211,8 +215,8 @@ class Root:
         # The first end of the run gives it a place in the record, to which backward comes back.
         if run.record is NO_RECORD:
             run.record = self.planner.record
-            leads_to_backward = has_grad and bool(state.group.plan.specs)
-            run.position = run.record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
+            may_come_back = has_grad and bool(state.group.plan.specs)
+            run.position = run.record.end(state.group.post_forward_event, leads_to_backward=may_come_back)
             if run.position >= 0:
                 self.progress.forwards.setdefault(run.record, set()).add(state)
         # The last module of the group frees it.
@@ -304,6 +308,7 @@ class Root:
         self.progress.enter(call)
         if state is not self.root_state:
             self.progress.current = state
+        # With reentrant checkpoints only: in others no gradient enters the recomputed graph.
         if call.is_recomputed and state in self.queue.waiting:
             self.reduce_gradients(state)  # before a backward inside this one adds to them
         for observe in self.observers.enter_backward:
@@ -680,8 +685,10 @@ class Root:
 
     def _check_alive(self, state: FSDPState) -> None:
         """Raise an error if an earlier pass ended in an exception without recovery."""
+        # In FORWARD, the outermost module begins again: its last forward did not end. In BACKWARD, a forward
+        # begins that is no recomputation.
         has_failed = state is self.outermost if self.current_pass is FORWARD else self.progress.task.is_outside
-        if self.current_pass is not IDLE and has_failed:
+        if has_failed:
             raise LifecycleError(
                 f"the forward of {state.name!r} begins while the last {self.current_pass.value} pass under "
                 f"{self.root_state.name!r} has not ended; it was probably left by an exception. Call "

@@ -95,7 +95,7 @@ def make_plan(record: ForwardRecord, facts: Facts, limits: Limits, fused: Fusion
 
     The fusions are those of the forward, or ``fused`` if that has begun already.
     """
-    # One gather for each run, when it begins: the plan that passes then change.
+    # One gather for each run, when it begins: the plan that PLAN_CHANGES then change.
     begun = tuple(PlannedRun(event.group, (event.group,)) for event in record.events if event.hook is Hook.PRE_FORWARD)
     ended = tuple(PlannedRun(name, (name,)) for name in reversed(record.ended))
     names = dict.fromkeys(run.group for run in begun)
@@ -113,7 +113,7 @@ def fusions(order: Sequence[str] | Mapping[str, Any], facts: Facts, limit: int) 
         group = facts[name]
         if not group.has_parameters:
             continue
-        size = group.full_bytes if group.is_small else limit + 1
+        size = group.full_bytes if group.is_small else limit + 1  # too large for any fusion: it ends the one before it
         if filled + size > limit:
             runs.append([])
             filled = 0
@@ -163,7 +163,7 @@ def prefetch(plan: Plan, facts: Facts, limits: Limits) -> Plan:
 
     def ahead(runs: Sequence[PlannedRun], *, in_backward: bool) -> tuple[PlannedRun, ...]:
         found = []
-        next_own: dict[str, tuple[str, ...]] = {}
+        next_own: dict[str, tuple[str, ...]] = {}  # of each group, the gather of its next run
         targets: list[str] = []
         # From the last run backwards, so that what follows each one is known.
         for run in reversed(runs):
@@ -226,8 +226,9 @@ _MOST_PLANS = 16
 # A group is kept if it stays unsharded between passes: after an evaluation with reshard_after_forward=False, after
 # ``unshard()``, or after a backward without reshard. ``FSDPState.kept`` has the optimizer steps and the version of the
 # shards that its full parameters include. It is stale once an optimizer has stepped, a shard was written to in place,
-# or ``requires_grad`` has changed. A stale group is freed, and gathered anew when it is needed; a fresh one is used.
-# The question is asked at each begin of a forward, not at the step: a step between two forwards may touch other models.
+# or ``requires_grad`` has changed; a SHRUNK one always is, and steps do not count for one that is frozen. A stale group
+# is freed, and gathered anew when it is needed; a fresh one is used. The question is asked at each begin of a forward,
+# and by ``unshard()``, not at the step: a step between two forwards may touch other models.
 
 
 class Planner:
@@ -284,9 +285,8 @@ class Planner:
         return self.eager(event.group)
 
     def end_forward(self) -> None:
-        record, known = self.record, self.known
-        if self.runs_on_all_ranks and (record.ended or record.events != known.events):
-            self.known = record
+        if self.runs_on_all_ranks and (self.record.ended or self.record.events != self.known.events):
+            self.known = self.record
 
     def forget(self) -> None:
         """Forget the order of groups, after a pass that failed: some ranks may have ended its forward, others not."""
@@ -308,7 +308,10 @@ class Planner:
         return self.eager(name, in_backward=True)
 
     def eager(self, name: str, *, in_backward: bool = False, recomputes: bool = False) -> PlannedRun:
-        """Return the plan of an unexpected run: no more is gathered ahead than the user chose."""
+        """Return the plan of an unexpected run: no more is gathered ahead than the user chose.
+
+        For one that ``recomputes``, nothing is: backward has come to this group, and its plan to what follows.
+        """
         fused = self.fused
         key = name, in_backward, recomputes
         found = self._eager.get(key)
@@ -369,7 +372,7 @@ class Planner:
         # Equal inputs have the same plan, the last one first.
         key = facts, limits, record.events, record.ended, fused, tuple(PLAN_CHANGES)
         for at, (known, plan) in enumerate(self._plans):
-            if known[0] is key[0] and known[1:] == key[1:]:
+            if known[0] is key[0] and known[1:] == key[1:]:  # equal facts are identical: refresh() sees to it
                 if at:
                     self._plans.insert(0, self._plans.pop(at))
                 return plan
@@ -412,7 +415,7 @@ class Planner:
 @lru_cache(maxsize=4096)
 def _label(names: tuple[str, ...], direction: str) -> str:
     """Return the label of the all-gather of the groups ``names``."""
-    return f"all-gather of {describe_groups(names)}{f' in {direction}' if direction else ''}"
+    return f"all-gather of {describe_groups(names)} in {direction}"
 
 
 def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str], fused_bytes: int) -> GroupFacts:

@@ -75,9 +75,9 @@ class Observer:
 
     Observers of a beginning are told in the order of the list, those of an end in reverse order. The events of a step:
 
-    - ``begin_pass``, ``begin_forward``; for each module ``begin_run``, ``enter_forward``, ``enter_call``, ``end_run``;
-      ``end_forward``, ``before_end``, ``end_pass``;
-    - ``begin_pass``; for each call ``enter_backward``, and ``enter_call`` if it is recomputed;
+    - ``begin_pass``, ``begin_forward``; for each run ``begin_run``, ``enter_forward``; for each of its calls
+      ``enter_call``, ``end_run``; ``end_forward``, ``before_end``, ``end_pass``;
+    - ``begin_pass``; for each call ``enter_backward``, and ``begin_run``, ``enter_call`` if it is recomputed;
       ``end_backward``, ``kept``, ``before_end``, ``end_pass``.
 
     ``before_hook`` and ``after_hook`` are around what the root does in each hook.
@@ -120,7 +120,7 @@ class Observer:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that ``optimizer`` has stepped, as ``before_step`` does."""
 
-    # Of a root.
+    # Of a root. Observers binds every method below for_root (_OF_ROOTS).
 
     def for_root(self, root: ObservedRoot) -> Observer | None:
         """Return the observer of ``root``, which has just been assembled: this one, another one, or none."""
@@ -172,7 +172,7 @@ class Observer:
         """Note that a module of ``state`` begins to run, in forward or recomputed. Its parameters are gathered next."""
 
     def end_run(self, root: ObservedRoot, state: FSDPState) -> None:
-        """Note that a module of ``state`` has run in forward. Its parameters are freed next."""
+        """Note that a module of ``state`` has run in forward. The last one's parameters are freed next."""
 
     def end_forward(self, root: ObservedRoot) -> None:
         """Note that the outermost module has run."""

@@ -106,7 +106,7 @@ class ForwardRecord:
         events: the pre-forward events, which the planner appends, and the post-forward events, in order.
         ended: the groups to which a backward may come back, in the order in which they ended. A *position* counts them.
         fused: the fusions of groups in this forward and its backward.
-        ends_without_hook: the positions of runs whose backward ends unreported, since their inputs needed no gradient.
+        ends_without_hook: the positions of runs whose end in backward no hook shows. Note: ends that no hook sees.
     """
 
     def __init__(self, fused: Mapping[str, tuple[str, ...]] | None = None) -> None:
@@ -163,6 +163,12 @@ class Run:
     versions: Any = None
     awaited: int = 0
 
+
+# Note: counters of a call
+#
+# ``awaits``: a hook on its inputs exists. ``run.awaited``: hooks of the run that have not fired yet, over all
+# backwards. ``counted_in`` and ``open_calls``: hooks that this backward must still see before the gradients of the
+# group are complete. ``entered``: the backward that was last here.
 
 NO_RUN = Run()
 """The run of calls inside another call of the same state. Nothing is written to it."""
