@@ -23,25 +23,25 @@ from tests.helpers.house import (
 HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
-    ".": 660,
-    "_api": 971,
+    ".": 671,
+    "_api": 996,
     "_consistency": 1068,
-    "_core": 5203,
-    "checkpoint": 3497,
+    "_core": 5234,
+    "checkpoint": 3499,
     "cli": 437,
     "codecs": 342,
     "diagnostics": 669,
-    "init": 290,
+    "init": 291,
     "interop": 54,
-    "optim": 1321,
+    "optim": 1317,
     "plan": 886,
-    "plugins": 5691,
+    "plugins": 5690,
     "testing": 235,
     "wrap": 231,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 21555
+MOST_CODE_OF_ALL = 21620
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""
