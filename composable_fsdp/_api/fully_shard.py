@@ -203,7 +203,7 @@ def fully_shard(
             cut = cut_over((axes, *(source.sharding.axes for source in sources)), reshard.mesh_size)
         name = ", ".join(type(each).__name__ for each in modules)
         classes = [sharded_class(type(each)) for each in modules]
-        # Put sharded parameters in their places. Nothing after this refuses.
+        # Put sharded parameters in their places, once all checks have passed.
         discovery.register_shared()
         group = ParamGroup(name, sources, axes)
         group.cut = cut

@@ -345,7 +345,8 @@ class Root:
         if run.position in run.record.ends_without_hook:
             return  # the last gradient, or the end of backward, comes later. Note: ends that no hook sees
         is_freed = state.options.reshard_after_backward and not state.user_states
-        if run.awaited <= 0 and is_freed and not self.progress.is_used_around(state):
+        in_use = self.progress.is_in_forward and state.is_in_use  # by the forward around this backward
+        if run.awaited <= 0 and is_freed and not in_use:
             self.launcher.free(state.group)  # Note: order of free, wait and reduce
         if state.open_calls <= 0 and state not in self.queue.waiting and not state.options.reduced_by_observer:
             self.reduce_gradients(state)
