@@ -105,12 +105,13 @@ def assemble(root_state: FSDPState) -> Root:
     states = states_by_name(root_state.modules)
     for observer in OBSERVERS:
         observer.before_assembly(root_state, states)
+    formers = dict.fromkeys(root_of(state) for state in states.values() if state.root is not None)  # may refuse
     # The root of all states below, in the order of modules.
     launcher = StreamLauncher(CommStreams(root_state.group.axes.device))
     root = Root(root_state, states, launcher, AutogradTask(), OBSERVERS)
     _register(root)
     # Roots that are now inside of it end, and leave their settings.
-    for former in dict.fromkeys(root_of(state) for state in states.values() if state.root is not None):
+    for former in formers:
         former.drain()
         root.finalization.is_manual |= former.finalization.is_manual
         root.finalization.is_last_backward &= former.finalization.is_last_backward
@@ -336,10 +337,12 @@ def finish_call(state: FSDPState, module: nn.Module, output: PyTree) -> PyTree:
         if call.is_inner or not call.root.post_forward(call):
             return output
         return _watch_backward(call, inputs, output)
-    except RecursionError as error:
+    except Exception as error:
         if not call.is_inner:
             call.root.abort_forward(call, error)
-        raise cycle_error(f"the output of {call.name!r}") from error
+        if isinstance(error, RecursionError):
+            raise cycle_error(f"the output of {call.name!r}") from error
+        raise
 
 
 def abort_call(state: FSDPState) -> None:

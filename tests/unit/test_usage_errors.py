@@ -8,7 +8,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from composable_fsdp.errors import (
     OffloadBackendWarning,
     ParameterError,
 )
-from tests._internals import data_parallel_axes, explanation_of, warn_without_cpu_backend
+from tests._internals import data_parallel_axes, explanation_of, state_of, warn_without_cpu_backend
 from tests.helpers.fresh_process import run_program
 
 pytestmark = [pytest.mark.behaviour("H-02"), pytest.mark.usefixtures("one_rank")]
@@ -215,6 +216,35 @@ def test_an_error_that_cannot_be_explained_or_shown_ends_the_forward_as_any(erro
     model.error = None
     model(X).sum().backward()
     assert model[0].weight.grad is not None
+
+
+@dataclass
+class Uncopied:
+    value: torch.Tensor
+
+    def __copy__(self) -> NoReturn:
+        raise ValueError("no copies")
+
+
+class ReturnsUncopied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.wraps = nn.Linear(4, 4), True
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Uncopied(self.inner(x)) if self.wraps else self.inner(x)
+
+
+@pytest.mark.behaviour("H-06")
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_output_that_cannot_be_mapped_ends_the_forward_as_any_error(nested: bool) -> None:
+    inner = fully_shard(ReturnsUncopied(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    model = fully_shard(nn.Sequential(inner, nn.Linear(4, 4, dtype=torch.bfloat16))) if nested else inner
+    x = torch.randn(2, 4)
+    with pytest.raises(ValueError, match="no copies"):
+        model(x)
+    inner.wraps = False
+    model(x).sum().backward()
 
 
 UNCAUGHT = """
@@ -525,6 +555,20 @@ def test_the_first_forward_of_a_root_is_refused_while_a_module_in_it_is_lent(ran
     match = r"is LENT, and cannot be unsharded.*inside unsharded_params"
     with unsharded_params(model[0]), pytest.raises(LifecycleError, match=match):
         model(X)
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14", "H-06")
+def test_a_refused_first_forward_leaves_the_groups_to_their_former_root() -> None:
+    owner, user = nn.Linear(4, 4), nn.Linear(4, 4)
+    user.weight = owner.weight
+    fully_shard(owner)
+    fully_shard(user, shared_from=[owner])
+    model = fully_shard(nn.Sequential(user, nn.Linear(4, 4)))
+    user(X).sum().backward()
+    with unsharded_params(owner), pytest.raises(LifecycleError, match="is LENT"):
+        model(X)
+    assert state_of(user).group.task is state_of(user).root.progress.task
     model(X).sum().backward()
 
 
