@@ -517,7 +517,11 @@ class ParamGroup:
     def _misplaced(self) -> dict[str, str]:
         """Return the device of each shard that is not where it rests, and where that is, by name."""
         found = ((p.name, local_part(p.sharded).device, self.rest_device_of(p)) for p in self.parameters)
-        return {name: f"{device}, not {rest.type}" for name, device, rest in found if device.type != rest.type}
+        return {
+            name: f"{device}, not {rest_device.type}"
+            for name, device, rest_device in found
+            if device.type != rest_device.type
+        }
 
     def _sync_requires_grad(self) -> bool:
         """Update the plan, unless it needs other buckets, as ``promoted`` may say; return whether it did."""
