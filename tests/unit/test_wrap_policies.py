@@ -302,7 +302,7 @@ def test_a_tied_parameter_is_offloaded_by_any_of_its_names() -> None:
         model = Chain(depth=2)
         model.layers[1].weight = model.layers[0].weight
         offload = {name: CPUOffloadPolicy(pin_memory=False)}
-        fully_shard(model, policy={nn.Linear}, offload_policy=offload)  # type: ignore[arg-type]
+        fully_shard(model, policy={nn.Linear}, offload_policy=offload)
         (parameter,) = (p for p in state_of(model.layers[0]).group.parameters if p.name == "weight")
         assert isinstance(parameter.offload, CPUOffloadPolicy)
 
