@@ -385,11 +385,6 @@ class Root:
             self.reduce_gradients(state, at_end=True)
         if state.options.accumulation is _SUM_UNSHARDED:
             group.were_summed = True
-        # Owners below other roots, whose backwards do not run, or free them again.
-        for owner in state.owner_states:
-            frees = owner.root is not self and owner.options.reshard_after_backward and not owner.is_in_use
-            if frees and owner.group.gradient_state not in HELD_GRADIENTS:
-                self.launcher.free(owner.group)
         if group.parameter_state is _SHARDED:
             return
         if state.options.reshard_after_backward:
