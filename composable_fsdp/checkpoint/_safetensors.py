@@ -251,7 +251,13 @@ def keyed_tensors(model: nn.Module, key_map: KeyMap | None) -> tuple[list[KeyedT
     for entries in tensors:
         names: dict[str, str] = {}
         for name in (entry.name for entry in entries):
-            names.setdefault(mapping.get(name, name) if isinstance(mapping, Mapping) else mapping(name), name)
+            key = mapping.get(name, name) if isinstance(mapping, Mapping) else mapping(name)
+            if not isinstance(key, str):
+                raise ConfigurationError(
+                    f"key_map gives {key!r} for {name!r}: it renames, and cannot leave out a tensor. For a part of the "
+                    "model, take full_tensor() on all ranks, and write with safetensors.torch.save_file on one."
+                )
+            names.setdefault(key, name)
         found.append((LocalShard(entries[0].value, entries[0].sharding), names))
     return found, [entry.name for entry in others]
 

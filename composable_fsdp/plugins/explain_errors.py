@@ -43,6 +43,10 @@ _REMEDY = (
     "Call that module; or a method of it after composable_fsdp.register_fsdp_forward_method(module, name); or put "
     "module.unshard() before and module.reshard() after what computes with it."
 )
+_IN_STEP = (
+    "An optimizer that computes with whole matrices: composable_fsdp.optim.owner_step(optimizer). One that is "
+    "element-wise: composable_fsdp.local_optimizer(optimizer, elementwise=True)."
+)
 _NO_STORAGE = "invalid python storage"
 _FULL_VALUES = (
     "On all ranks, take value.full_tensor() of it, or do this inside composable_fsdp.unsharded_params(model, "
@@ -77,7 +81,7 @@ def explain(error: BaseException) -> str | None:
         return None
     if text is None or not hasattr(error, "add_note"):
         return text
-    if not any(note.endswith((_REMEDY, _FULL_VALUES)) for note in getattr(error, "__notes__", ())):
+    if not any(note.endswith((_REMEDY, _FULL_VALUES, _IN_STEP)) for note in getattr(error, "__notes__", ())):
         error.add_note(text)
     return None
 
@@ -98,7 +102,9 @@ def explanation_of(error: BaseException) -> str | None:
     if no_storage:
         return _explain_storage(values)
     texts = (explain_value(value) for explain_value in (_explain_value, _explain_module) for value in values)
-    return next(filter(None, texts), None)
+    text = next(filter(None, texts), None)
+    in_step = any(issubclass(type(frame.f_locals.get("self")), torch.optim.Optimizer) for frame, _ in frames)
+    return text.replace(_REMEDY, _IN_STEP) if text and in_step else text
 
 
 def _values_in(frame: FrameType, line: int) -> Iterator[object]:

@@ -307,6 +307,8 @@ def test_file_names_are_those_of_the_model(tmp_path: Path) -> None:
         load_safetensors(filled(2), tmp_path, key_map=mapping)
     with pytest.raises(ConfigurationError, match=r"gives 'n' to both 'norm\.weight' and 'norm\.bias', which are not"):
         save_safetensors(model, tmp_path, key_map={"norm.weight": "n", "norm.bias": "n"})
+    with pytest.raises(ConfigurationError, match=r"gives None for 'norm\.weight': it renames, and cannot leave out"):
+        save_safetensors(model, tmp_path, key_map={"norm.weight": None})  # type: ignore[dict-item]
     with pytest.raises(ConfigurationError, match="key_map must be a mapping or a callable of names, not list"):
         save_safetensors(model, tmp_path, key_map=["norm.weight"])  # type: ignore[arg-type]
 

@@ -117,6 +117,20 @@ def test_the_error_names_the_sharded_parameter_of_a_plain_module(ran: bool) -> N
     assert explanation_of(caught.value) is None
 
 
+class Whitening(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(torch.eye(len(p)) @ p, alpha=-0.1)
+
+
+def test_an_error_in_the_step_of_an_optimizer_names_what_gives_it_whole_matrices() -> None:
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    text = explanation(Whitening(model.parameters(), {}).step)
+    assert text is not None
+    assert text.startswith("parameter 'weight' is sharded")
+    assert "owner_step(optimizer). One that is element-wise: composable_fsdp.local_optimizer(" in text
+
+
 def test_the_error_names_the_parameter_in_the_line_that_failed_though_no_local_holds_it() -> None:
     model = build()
     head = model[2].linear
