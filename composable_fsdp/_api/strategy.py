@@ -136,9 +136,18 @@ def _mesh_for(strategy: ShardingStrategy, kind: _MeshKind) -> DeviceMesh:
         return flat
     shards = _ranks_per_host(strategy, flat) if kind is _HYBRID else 1
     known = known_meshes()
-    if shards not in known:
+    if shards not in known or not _has_groups(known[shards]):
         known[shards] = init_device_mesh(flat.device_type, (flat.size() // shards, shards))
     return known[shards]
+
+
+def _has_groups(mesh: DeviceMesh) -> bool:
+    """Return whether the process groups of the mesh still exist."""
+    try:
+        mesh.get_all_groups()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _ranks_per_host(strategy: ShardingStrategy, flat: DeviceMesh) -> int:

@@ -182,6 +182,8 @@ class Replay:
         observers = (_Hooks(self.steps), *(o for o in OBSERVERS if o.is_replayed))
         root = self._root = Root(self._copies[real.root_state], states, launcher, task, observers)
         root.is_verified = True
+        for dry in states.values():
+            dry.root = root
         root.planner.known, root.planner.fused = real.planner.known, real.planner.fused
         root.finalization.is_last_backward = real.waits_after_backward
         root.planner.refresh()
