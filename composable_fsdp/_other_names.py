@@ -33,7 +33,7 @@ REMOVED_KEYWORDS = {
     **{(function, "averages"): _AVERAGED for function in ("save", "load")},
     **{(function, "weights_only"): _ADMIT for function in ("save", "load")},
 }
-"""What to do in place of keywords that earlier versions had, by their class or function and name."""
+"""Keywords that earlier versions had, by their class or function and name, and what replaces them."""
 OF_FSDP1 = {
     "module": "the model itself: fully_shard wraps nothing",
     "no_sync": "composable_fsdp.no_sync(model), or model.set_requires_gradient_sync(False)",

@@ -190,14 +190,15 @@ class SharedTwice(nn.Module):
         return torch.tanh(self.owner(x)) + torch.tanh(self.user(x))
 
 
+def shard_owner_and_user(model: Any) -> None:
+    fully_shard(model.owner)
+    fully_shard(model.user, shared_from=[model.owner])
+    fully_shard(model)
+
+
 @pytest.mark.behaviour("A-10", "C-05", "C-10")
 @on_ranks(2)
 def test_shared_parameters_can_be_frozen_and_their_user_can_run_alone() -> None:
-    def shard(model: Any) -> None:
-        fully_shard(model.owner)
-        fully_shard(model.user, shared_from=[model.owner])
-        fully_shard(model)
-
     def play(model: Any, step: int, rank: int) -> torch.Tensor:
         x, _ = TASKS["chain"].batch_of(step, rank)
         model.owner.weight.requires_grad_(step % 3 != 1)
@@ -208,18 +209,13 @@ def test_shared_parameters_can_be_frozen_and_their_user_can_run_alone() -> None:
         return torch.stack([loss.detach(), value])
 
     with Recorder() as recorder:
-        check_parity(seeded(SharedTwice), play, shard=shard, steps=6)
+        check_parity(seeded(SharedTwice), play, shard=shard_owner_and_user, steps=6)
     assert recorder.allocated == {}
 
 
 @pytest.mark.behaviour("A-10")
 @on_ranks(2)
 def test_a_user_trains_parameters_of_an_owner_that_has_not_run() -> None:
-    def shard(model: Any) -> None:
-        fully_shard(model.owner)
-        fully_shard(model.user, shared_from=[model.owner])
-        fully_shard(model)
-
     def play(model: Any, step: int, rank: int) -> torch.Tensor:
         x, _ = TASKS["chain"].batch_of(step, rank)
         loss: torch.Tensor = (model if step > 1 else model.user)(x).square().mean()
@@ -227,5 +223,5 @@ def test_a_user_trains_parameters_of_an_owner_that_has_not_run() -> None:
         return loss.detach()
 
     with Recorder() as recorder:
-        check_parity(seeded(SharedTwice), play, shard=shard, steps=4)
+        check_parity(seeded(SharedTwice), play, shard=shard_owner_and_user, steps=4)
     assert recorder.allocated == {}

@@ -45,7 +45,7 @@ _starts: WeakKeyDictionary[ShardedParameter, tuple[torch.Tensor, torch.Tensor]] 
 
 
 class Values(NamedTuple):
-    """What ranks compare of the values of one parameter.
+    """Facts about the values of one parameter, which ranks compare.
 
     Args:
         name: name, the same on all ranks.

@@ -177,7 +177,7 @@ class _Segment:
         self._scattered: list[tuple[int, int, ShardExtent]] = []
         """The shards that are not contiguous in their parameter: number, place of the parameter, extent."""
         self.extents: list[tuple[int, ShardExtent]] = []
-        """Of each shard the place of its parameter, and its extent in it."""
+        """The place of the parameter of each shard, and the extent of the shard in it."""
         for slot in sorted(slots, key=lambda slot: slot.place):
             source = sources.sources[slot.source]
             extent, size = extent_of(source.tensor, source.sharding), slot.dtype.itemsize
