@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
@@ -31,7 +29,6 @@ __all__ = [
     "checks_keywords",
 ]
 
-logger = logging.getLogger(__name__)
 _REDUCES_IN_GRADIENT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 """True if FSDP2 of the installed torch takes ``reduce_dtype=None`` for the dtype of the sharded gradient."""
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
@@ -72,7 +69,7 @@ class MixedPrecisionPolicy:
             keep the dtype of these, if that is wider.
         reduce_dtype: dtype of the gradient reduction; ``None`` reduces as FSDP2 of the installed torch: up to 2.14 in
             the dtype of the computation, from 2.15 on in that of the sharded gradient (``grad_dtype``, by default the
-            original dtype). Rank 0 logs a warning once if these differ. With ``grad_dtype`` it is that by default.
+            original dtype). With ``grad_dtype`` it is that by default.
             From 2.15 on, gradients of several dtypes in one group are all reduced in the widest of them.
         output_dtype: dtype to which floating-point tensors in the module's output are cast; ``None`` leaves them.
         cast_forward_inputs: cast floating-point tensors in the module's inputs to ``param_dtype``, if that is set.
@@ -157,31 +154,10 @@ class MixedPrecisionPolicy:
         """True if gradients of a group are all reduced in the widest of their dtypes, as FSDP2 from 2.15 on does."""
         return self.reduce_dtype is None and _REDUCES_IN_GRADIENT_DTYPE
 
-    def note_reduce_dtype(self, parameter: str, compute: torch.dtype, gradient: torch.dtype | None) -> None:
-        """Log once for these dtypes if another version of torch would reduce the gradients in another dtype."""
-        depends = self.reduce_dtype is None and self.grad_dtype is None and compute.is_floating_point
-        if not depends or gradient in (None, compute) or (compute, gradient) in _noted:
-            return
-        _noted.add((compute, gradient))
-        if dist.is_initialized() and dist.get_rank():
-            return
-        texts = [(gradient, "from 2.15 on"), (compute, "up to 2.14")]
-        (ours, here), (other, there) = texts if _REDUCES_IN_GRADIENT_DTYPE else texts[::-1]
-        logger.warning(
-            f"Parameter {parameter} computes in {compute}, its gradient is kept in {gradient}, and its reduce_dtype is "
-            f"None. So its gradients are reduced in {ours}, as by FSDP2 of torch {here}; that of torch {there} reduces "
-            f"them in {other}. Pass mp_policy=MixedPrecisionPolicy(reduce_dtype={ours}) or reduce_dtype={other} to get "
-            "the same with every torch."
-        )
-
     @property
     def input_dtype(self) -> torch.dtype | None:
         """The dtype to which floating-point inputs are cast, or ``None`` to leave them."""
         return self.param_dtype if self.cast_forward_inputs else None
-
-
-_noted: set[tuple[torch.dtype, torch.dtype | None]] = set()
-"""The dtypes of computation and gradient of which :meth:`MixedPrecisionPolicy.note_reduce_dtype` has logged."""
 
 
 @dataclass(frozen=True)

@@ -371,12 +371,6 @@ class ParamGroup:
         for parameter in self.parameters:
             parameter.check_grad_dtype()
 
-    def note_reduce_dtypes(self) -> None:
-        """Log once where another version of torch would reduce gradients in another dtype."""
-        for p in self.parameters:
-            if p.sharded.requires_grad:
-                p.precision.note_reduce_dtype(f"{p.name!r} of group {self.name!r}", p.compute_dtype, p.grad_dtype)
-
     def follow_patches(self) -> None:
         """Rebuild if hooks were set on local tensors, or running statistics got another dtype, since the last build."""
         if self.parameter_state is not ParameterState.SHARDED:

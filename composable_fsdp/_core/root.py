@@ -700,7 +700,6 @@ class Root:
     def _verify_ranks(self) -> None:
         for state in self.states.values():
             state.group.check_grad_dtypes()
-            state.group.note_reduce_dtypes()
         for observe in self.observers.before_first_collective:
             observe(self)
         self.is_verified = True

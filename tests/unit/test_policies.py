@@ -99,50 +99,18 @@ def test_other_parameters_are_never_cast(policy: MixedPrecisionPolicy, original:
     assert policy.gradient_reduce_dtype(original, original) == original
 
 
-@pytest.mark.parametrize(
-    ("is_new", "reduced", "text"),
-    [
-        (
-            False,
-            torch.bfloat16,
-            "reduced in torch.bfloat16, as by FSDP2 of torch up to 2.14; that of torch from 2.15 on reduces them in "
-            "torch.float32. Pass mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) or "
-            "reduce_dtype=torch.float32 to get the same with every torch.",
-        ),
-        (
-            True,
-            torch.float32,
-            "reduced in torch.float32, as by FSDP2 of torch from 2.15 on; that of torch up to 2.14 reduces them in "
-            "torch.bfloat16. Pass mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32) or "
-            "reduce_dtype=torch.bfloat16 to get the same with every torch.",
-        ),
-    ],
-)
-def test_without_reduce_dtype_the_installed_torch_decides_and_the_difference_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_new: bool, reduced: torch.dtype, text: str
+@pytest.mark.parametrize(("is_new", "reduced"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_without_reduce_dtype_the_installed_torch_decides(
+    monkeypatch: pytest.MonkeyPatch, is_new: bool, reduced: torch.dtype
 ) -> None:
     monkeypatch.setattr(policies, "_REDUCES_IN_GRADIENT_DTYPE", is_new)
-    monkeypatch.setattr(policies, "_noted", set())
     policy = MixedPrecisionPolicy(torch.bfloat16)
-    for name in ("'weight' of group 'up'", "'weight' of group 'down'"):
-        assert policy.gradient_reduce_dtype(torch.bfloat16, torch.float32) == reduced
-        policy.note_reduce_dtype(name, torch.bfloat16, torch.float32)
-    start = (
-        "Parameter 'weight' of group 'up' computes in torch.bfloat16, its gradient is kept in torch.float32, and its "
-        "reduce_dtype is None. So its gradients are "
-    )
-    assert [record.getMessage() for record in caplog.records] == [start + text]
-    caplog.clear()
+    assert policy.gradient_reduce_dtype(torch.bfloat16, torch.float32) == reduced
     assert policy.gradient_reduce_dtype(torch.bfloat16, torch.bfloat16) == torch.bfloat16
-    policy.note_reduce_dtype("a", torch.bfloat16, torch.bfloat16)
     chosen = MixedPrecisionPolicy(torch.bfloat16, torch.float16)
     assert chosen.gradient_reduce_dtype(torch.bfloat16, torch.float32) == torch.float16
-    policies._noted.clear()
-    chosen.note_reduce_dtype("a", torch.bfloat16, torch.float32)
     kept = MixedPrecisionPolicy(torch.bfloat16, grad_dtype=torch.float32)
     assert kept.gradient_reduce_dtype(torch.bfloat16, torch.float32) == torch.float32
-    kept.note_reduce_dtype("a", torch.bfloat16, torch.float32)
-    assert not caplog.records
 
 
 @given(POLICIES)

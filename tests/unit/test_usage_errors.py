@@ -740,26 +740,6 @@ def test_one_warning_tells_of_an_optimizer_that_updates_parameters_of_low_precis
     assert found[0].filename == __file__
 
 
-def test_the_parameter_whose_reduction_depends_on_the_version_of_torch_is_named(monkeypatch, caplog) -> None:
-    """Of a policy that the user never wrote: only the parameter can be named."""
-    monkeypatch.setattr("composable_fsdp.policies._noted", set())
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    frozen, wide, later = (model.get_parameter(name) for name in ("0.weight", "1.1.weight", "1.0.bias"))
-    frozen.requires_grad_(False)
-    for parameter in (frozen, wide):
-        parameter.grad_dtype = torch.float64
-    later.grad_dtype = torch.bfloat16
-    fully_shard(model[1])
-    fully_shard(model)
-    assert not caplog.records
-    for _ in range(2):
-        model(torch.ones(1, 4))
-    assert [record.getMessage().partition(", and")[0] for record in caplog.records] == [
-        "Parameter '0.bias' of group '1' computes in torch.float32, its gradient is kept in torch.bfloat16",
-        "Parameter '1.weight' of group '1' computes in torch.float32, its gradient is kept in torch.float64",
-    ]
-
-
 @pytest.mark.behaviour("D-02")
 def test_offloaded_shards_of_a_mesh_without_a_backend_for_cpu_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
