@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint import _coordination as rank_group
     from composable_fsdp.checkpoint import _safetensors as safetensors_files
     from composable_fsdp.checkpoint._archive import FilePart, check_archive
+    from composable_fsdp.checkpoint._convert import convert
     from composable_fsdp.checkpoint._coordination import (Mismatch, PendingSave, join_rank_texts,
         leave_common_unexpected, mismatch_text, refuse, said)
     from composable_fsdp.checkpoint._dcp import directory
@@ -79,8 +80,6 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.model import Form, OwnerRanks, to_form
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
     from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, entries_of, parameter_names
-    from composable_fsdp.checkpoint._tools import convert
-    from composable_fsdp.checkpoint._tools import describe as describe_checkpoint
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
     from composable_fsdp.diagnostics.recorded_events import file_name, write

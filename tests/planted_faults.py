@@ -50,7 +50,7 @@ NO_STREAMS = {
     "cli/": "commands, which run no training",
     "checkpoint/_coordination.py": "messages between the hosts of ranks, and threads",
     "checkpoint/_dcp/save.py": "futures of torch's writers of files",
-    "checkpoint/_tools.py": "tools that need no device",
+    "checkpoint/_convert.py": "a tool that needs no device",
     "plugins/gloo/": "blocks the host",
     "plugins/shared_memory/": "blocks the host",
     "plugins/visible_collectives.py": "a process group of one rank, for torch's CommDebugMode",

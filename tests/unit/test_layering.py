@@ -35,7 +35,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checkpoint._state_dict", "diagnostics"),
     ("checkpoint._safetensors",),
     ("checkpoint._dcp",),
-    ("checkpoint._tools",),
+    ("checkpoint._convert",),
     ("checkpoint",),
     ("_attached",),
     (PACKAGE,),

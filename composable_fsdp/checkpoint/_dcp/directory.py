@@ -324,15 +324,6 @@ def _crc32(file: io.FileIO) -> str:
     return f"{checksum:08x}"
 
 
-def problems_of(checkpoint: Path, *, contents: bool = True) -> Iterator[str]:
-    """Yield a sentence for each damaged file of ``checkpoint``. Another format of the manifest is an error."""
-    manifest, problem = read_manifest(checkpoint)
-    if manifest is None:
-        yield problem
-    else:
-        yield from check_files(checkpoint, manifest.share(), contents=contents)
-
-
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in the folder ``path``, the one of the highest step; ``None`` if there is
     none.

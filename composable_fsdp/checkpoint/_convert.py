@@ -1,0 +1,75 @@
+"""Conversion of the model in a checkpoint to safetensors, without the model, a process group or a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from composable_fsdp.checkpoint._dcp import directory
+from composable_fsdp.checkpoint._dcp.load import read, with_plain_names
+from composable_fsdp.checkpoint._dcp.metadata import read_metadata
+from composable_fsdp.checkpoint._safetensors import INDEX, SINGLE, save_safetensors
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
+from composable_fsdp.errors import CheckpointError
+
+
+class _Values(nn.Module):
+    """A model of ``values`` by name. Tied tensors are one object."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def state_dict(self, **_: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return self.values
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    force: bool = False,
+) -> None:
+    """Write the model of the checkpoint ``source`` to safetensors in ``target``, with all of its tensors in memory.
+
+    The source is one of ``save`` or of ``torch.distributed.checkpoint``, or a folder of them, of which the newest is
+    converted. The conversion is atomic: an existing target is replaced only once the new one is complete. Tied weights
+    stay tied. Arguments are those of the command.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, the target exists, or it cannot be written.
+        ConfigurationError: an argument is invalid.
+    """
+    folder = directory.checkpoints_at(source)[0]
+    if not force and any(Path(target, file).exists() for file in (SINGLE, INDEX)):
+        raise CheckpointError(f"{target} exists already. Pass --force to replace it.")
+    manifest, problem = directory.read_manifest(folder)
+    if manifest is not None:
+        problem = "\n".join(directory.check_files(folder, manifest.files, contents=True))
+    if problem and (manifest is not None or folder != Path(source) or directory.has_file(folder / directory.MANIFEST)):
+        raise CheckpointError(problem)
+    metadata = with_plain_names(read_metadata(folder, manifest))
+    values: dict[str, torch.Tensor] = {}
+    written: dict[object, torch.Tensor] = {}
+    for key, saved in metadata.state_dict_metadata.items():
+        if key.startswith("model.") and isinstance(saved, TensorStorageMetadata):
+            # The positions in files are equal for all names of a tensor that was written once.
+            places = [metadata.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in saved.chunks]
+            memory = tuple((place.relative_path, place.offset) for place in places)
+            empty = torch.empty(saved.size, dtype=saved.properties.dtype)
+            values[key] = written.setdefault(memory, empty) if empty.numel() else empty
+    if not values:
+        raise CheckpointError(
+            f"{folder} has no model: neither a state dict under the key 'model' nor tensors at the top level. "
+            "Save its state dict as a file of its own."
+        )
+    own = {id(value): key for key, value in reversed(values.items())}
+    read(folder, metadata, {key: LocalShard(values[key]) for key in own.values()})
+    model = _Values({key.removeprefix("model."): value for key, value in values.items()})
+    save_safetensors(model, target, dtype=dtype)
