@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         DataParallelMeshDims,
         MixedPrecisionPolicy,
         OffloadPolicy,
+        cpu_offload_by_budget,
     )
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "clip_grad_norm_",
     "communication_report",
     "copy_params",
+    "cpu_offload_by_budget",
     "describe",
     "find_nonfinite",
     "fully_shard",
@@ -136,7 +138,7 @@ _ON_FIRST_USE = FirstUse(
         "plugins.weight_stream.changed_params": "stream_changed_params",
         "plugins.weight_stream.copies": "copy_params",
         "plugins.weight_stream.stream": "stream_full_params",
-        "policies": "CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy OffloadPolicy",
+        "policies": "CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy OffloadPolicy cpu_offload_by_budget",
     },
 )
 _SUBMODULES = (
@@ -151,7 +153,6 @@ _OTHER_NAMES = {
     **dict.fromkeys(("save", "load", "latest"), _IN_CHECKPOINT),
     **dict.fromkeys(("FSDP", "FullyShardedDataParallel"), _IN_PLACE),
     "tie_groups": "is gone: name the owner of the parameters, fully_shard(head, shared_from=[embedding])",
-    "cpu_offload_by_budget": "is gone: name the parameters, offload_policy={name: CPUOffloadPolicy()}",
     "reload_optimizer": "is gone: load the state dict of the offloaded optimizer into a new one",
     "summon_full_params": "is unsharded_params here: from composable_fsdp import unsharded_params",
 }

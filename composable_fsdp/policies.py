@@ -27,6 +27,7 @@ __all__ = [
     "Reshard",
     "ReshardKind",
     "checks_keywords",
+    "cpu_offload_by_budget",
 ]
 
 _REDUCES_IN_GRADIENT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
@@ -178,6 +179,35 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+def cpu_offload_by_budget(
+    module: torch.nn.Module, budget_bytes: int, *, pin_memory: bool = True
+) -> dict[str, OffloadPolicy]:
+    """Return an ``offload_policy`` that offloads the largest parameters of ``module``, up to ``budget_bytes``.
+
+    Parameters are taken from the largest down, equal ones in the order of their names, until the next would exceed the
+    budget. A larger budget adds parameters and removes none. Sizes are those of the full parameters.
+
+    Args:
+        module: the module that ``fully_shard`` is called with. Without ``policy=``, its parameters must not include
+            those that earlier calls on modules inside have taken.
+        budget_bytes: 0 offloads nothing.
+        pin_memory: as of :class:`CPUOffloadPolicy`.
+
+    Raises:
+        ConfigurationError: ``budget_bytes`` is negative.
+    """
+    if budget_bytes < 0:
+        raise ConfigurationError(f"budget_bytes must be non-negative, not {budget_bytes}.")
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in module.named_parameters()}
+    chosen: dict[str, OffloadPolicy] = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        budget_bytes -= sizes[name]
+        if budget_bytes < 0:
+            break
+        chosen[name] = CPUOffloadPolicy(pin_memory)
+    return chosen
 
 
 @checks_keywords

@@ -102,8 +102,8 @@ def fully_shard(
         mp_policy: dtypes of computation, reduction and output. Our class or torch's. One all-gather takes all
             parameters, whatever dtypes ``param_dtype_override_fn`` gives them.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on CPU. Our class or torch's.
-            A mapping has the policies of parameters by name; others are not offloaded.
-            ``None`` offloads nothing.
+            A mapping has the policies of parameters by name; others are not offloaded. :func:`cpu_offload_by_budget`
+            makes one. ``None`` offloads nothing.
         ignored_params: parameters that are not sharded, moved or reduced.
         ignored_modules: modules whose parameters and buffers, including those of modules below, are not sharded,
             moved, synchronized or reduced. Pass them to every call whose module contains them.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as peer
 
-from composable_fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from composable_fsdp import CPUOffloadPolicy, OffloadPolicy, cpu_offload_by_budget, fully_shard
 from composable_fsdp.trace import Recorder
 from tests._internals import state_of
 from tests.helpers.models import TASKS, shard_layers
@@ -80,3 +80,5 @@ def test_parameters_are_offloaded_by_name() -> None:
         model(x).sum().backward()
         for parameter, of_plain in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(parameter.grad.full_tensor(), of_plain.grad.full_tensor()), what  # type: ignore[union-attr]
+    after = build()  # names and sizes of sharded parameters are those of full ones
+    assert cpu_offload_by_budget(fully_shard(after), 500) == cpu_offload_by_budget(build(), 500) != {}

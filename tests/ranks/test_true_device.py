@@ -20,6 +20,7 @@ from composable_fsdp import (
     MixedPrecisionPolicy,
     checkpoint,
     clip_grad_norm_,
+    cpu_offload_by_budget,
     fully_shard,
     initialize,
     unsharded_params,
@@ -60,7 +61,8 @@ def offload_a_part(mesh: DeviceMesh) -> None:
     for each in (mesh, DeviceMesh("cpu", mesh.mesh)):
         with torch.device("meta"):
             model = task.build()
-        chosen = {name: CPUOffloadPolicy() for name, p in model.named_parameters() if p.ndim > 1}
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        chosen = cpu_offload_by_budget(model, size // 2)
         fully_shard(model, mesh=each, policy={nn.Linear}, offload_policy=chosen)
         initialize(model, seed=0)
         assert 0 < len(chosen) < len(list(model.parameters()))

@@ -23,7 +23,7 @@ from tests.helpers.house import (
 HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
-    ".": 642,
+    ".": 654,
     "_api": 1001,
     "_consistency": 1068,
     "_core": 5233,
@@ -41,7 +41,7 @@ MOST_CODE = {
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 21481
+MOST_CODE_OF_ALL = 21493
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""

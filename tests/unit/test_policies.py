@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from composable_fsdp import policies
 from composable_fsdp.errors import ConfigurationError, FSDPError
@@ -18,6 +19,7 @@ from composable_fsdp.policies import (
     OffloadPolicy,
     Reshard,
     ReshardKind,
+    cpu_offload_by_budget,
 )
 
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -124,3 +126,32 @@ def test_policies_are_values() -> None:
     assert OffloadPolicy() != CPUOffloadPolicy()
     assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
     assert hash(Reshard(ReshardKind.AUTO)) == hash(AUTO_RESHARD)
+
+
+@pytest.mark.behaviour("D-02")
+def test_a_budget_offloads_the_largest_parameters_that_fit() -> None:
+    sizes = {"b": 25, "d": 25, "a": 10, "c": 7}  # elements of 4 bytes
+    modules = [
+        nn.ParameterDict({name: nn.Parameter(torch.zeros(sizes[name])) for name in order}) for order in ("bdac", "cadb")
+    ]
+    expected = [
+        (0, ""),
+        (99, ""),
+        (100, "b"),
+        (199, "b"),
+        (200, "bd"),
+        (240, "bda"),
+        (267, "bda"),
+        (268, "bdac"),
+        (10**9, "bdac"),
+    ]
+    for budget, chosen in expected:
+        for module in modules:
+            assert list(cpu_offload_by_budget(module, budget)) == list(chosen), budget
+    pinned = {policy.pin_memory for policy in cpu_offload_by_budget(modules[0], 240, pin_memory=False).values()}  # type: ignore[attr-defined]
+    assert pinned == {False}
+    assert set(cpu_offload_by_budget(modules[0], 240).values()) == {CPUOffloadPolicy()}
+    half = {"w": nn.Parameter(torch.zeros(10, dtype=torch.bfloat16)), "v": nn.Parameter(torch.zeros(6))}
+    assert list(cpu_offload_by_budget(nn.ParameterDict(half), 24)) == ["v"]
+    with pytest.raises(ConfigurationError, match="budget_bytes must be non-negative, not -1"):
+        cpu_offload_by_budget(modules[0], -1)
