@@ -171,9 +171,9 @@ def fully_shard(
         # Find the parameters that no call took.
         codecs_of = None
         if comm_policy is not None:
-            from composable_fsdp.plugins.codecs.attached import attached_codecs_of
+            from composable_fsdp.codecs.communication_policy import communication_of
 
-            codecs_of = attached_codecs_of(comm_policy)
+            codecs_of = communication_of(comm_policy)
         below = [nested for each in modules for nested in each.modules()]
         discovery = ParamDiscovery(
             axes=axes,

@@ -17,9 +17,9 @@ Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
 def fused(method: Method) -> Method:
     """Compile a codec's ``encode`` or ``decode`` on accelerators with Triton; run it eagerly elsewhere.
 
-    The first forward compiles what messages need, before any collective (``plugins/codecs``). Compiled code may differ
-    from eager mode in the last bit of a division, equally on all ranks. ``TORCHDYNAMO_DISABLE=1`` turns off all
-    compilation.
+    The first message of each size class compiles it, on all ranks at the same time, which may take minutes. Compiled
+    code may differ from eager mode in the last bit of a division, equally on all ranks. ``TORCHDYNAMO_DISABLE=1`` turns
+    off all compilation.
     """
 
     @wraps(method)
@@ -28,18 +28,7 @@ def fused(method: Method) -> Method:
             return method(codec, tensor, *rest)
         return _compiled(method)(codec, tensor.data, *rest)  # code for a view is compiled for the form of its base
 
-    _fused.add(call)
     return cast(Method, call)
-
-
-_fused: set[object] = set()
-"""The methods that may be compiled."""
-
-
-def is_compiled(codec: object, device: torch.device) -> bool:
-    """Return True if methods of ``codec`` are compiled for ``device``."""
-    method = getattr(type(codec), "encode", None)
-    return method in _fused and _is_compiled_for(device)
 
 
 @lru_cache(maxsize=1)

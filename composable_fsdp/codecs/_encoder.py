@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -21,28 +20,6 @@ def row_runs(num_rows: int, numel: int) -> Iterator[slice]:
     """Split ``num_rows`` rows of ``numel`` elements into slices of limited size."""
     step = max(1, _ELEMENTS_AT_ONCE // max(1, numel))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-
-
-class CodecCall(NamedTuple):
-    """A call of ``codec`` that encodes ``num_rows`` rows of ``numel`` values of ``dtype``, or decodes them if ``None``.
-
-    Compiled code serves the calls that have the same dtype, both one row or both several, and similar lengths.
-    """
-
-    codec: Codec
-    num_rows: int
-    numel: int
-    dtype: torch.dtype | None
-
-    def make(self, device: torch.device) -> None:
-        """Make the call with zeros. Received rows are contiguous, or columns of a wider message."""
-        if self.dtype is not None:
-            self.codec.encode(torch.zeros(self.num_rows, self.numel, dtype=self.dtype, device=device))
-            return
-        nbytes = self.codec.payload_bytes(self.numel)
-        for width in (nbytes, 2 * nbytes):
-            rows = torch.zeros(self.num_rows, width, dtype=torch.uint8, device=device)
-            self.codec.decode(rows[:, :nbytes], self.numel)
 
 
 def encode_rows(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
@@ -125,20 +102,6 @@ class Encoder:
                 else:
                     out.add_(values)
                 first = False
-
-    def calls(self, num_ranks: int) -> Iterator[CodecCall]:
-        """Yield the calls of codecs in a reduction with rows from ``num_ranks`` ranks. Some may be equal."""
-        numel, fp32 = self.numel, torch.float32
-        for rows in row_runs(self.num_rows, numel):
-            length = rows.stop - rows.start
-            yield CodecCall(self._codec, length, numel, fp32)
-            if self._feedback is not None:
-                yield CodecCall(self._codec, length, numel, None)
-                yield from (CodecCall(self._feedback.keep, length, numel, dtype) for dtype in (fp32, None))
-        if self._feedback is not None:
-            yield CodecCall(self._feedback.keep, 1, numel, fp32)
-        for rows in row_runs(num_ranks, numel) if self.num_rows > 1 else [slice(0, num_ranks)]:
-            yield CodecCall(self._codec, rows.stop - rows.start, numel, None)
 
     # -- error feedback
 

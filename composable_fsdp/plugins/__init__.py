@@ -32,7 +32,6 @@ Plugin                  Does                                             On by d
 ``residuals``           commits and restores those of error feedback     all devices
 ``functional_call``     computes with the values of torch's function     all devices
 ``captured_passes``     refuses what CUDA graphs cannot capture          accelerators
-``compiled_codecs``     compiles codecs before the first step            accelerators
 ``spmd_types``          types of the package, on full meshes             all devices
 ``explain_errors``      names the sharded parameter in torch's errors    all devices
 ``requested_gradients`` serves backward(inputs=) at sharded parameters   all devices
@@ -72,7 +71,6 @@ from composable_fsdp.plugins.checks.model_check import ModelCheck
 from composable_fsdp.plugins.checks.optimizer_checks import OptimizerChecks
 from composable_fsdp.plugins.checks.requested_gradients import RequestedGradients
 from composable_fsdp.plugins.checks.writes import UnshardedWrites, VersionCheck
-from composable_fsdp.plugins.codecs.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
 from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients
 from composable_fsdp.plugins.codecs.residuals import Residuals
@@ -179,7 +177,6 @@ DEFAULT: tuple[type[Observer], ...] = (
     PlainParameters,
     LateTies,
     CapturedPasses,  # before those that wait
-    CompiledCodecs,  # before ModelCheck, which communicates
     ModelCheck,
     ForwardOrder,
     VersionCheck,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +16,7 @@ from composable_fsdp._core.group_plan import BucketPlan
 from composable_fsdp._core.layout import TensorShards, plan_gather, take_shard
 from composable_fsdp._core.memory import ShardStore
 from composable_fsdp._core.mesh import DataParallelAxes, ProcessGroups
-from composable_fsdp.errors import MeshError
+from composable_fsdp.errors import MeshError, UnsupportedError
 
 # By the process group of the shard axis; then by type of device, because a process group can have a backend for each.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -56,23 +55,27 @@ def cut_over(axes: Iterable[DataParallelAxes], size: int) -> Callable[[AnyBucket
 
 
 def sliced(bucket: AnyBucket, size: int) -> Gatherable:
-    """Return what to gather again over ``size`` neighbouring ranks in place of ``bucket``, whose parameters are full.
-
-    A bucket of a kind that is neither plain nor in place makes it itself, by a method ``sliced``.
-    """
+    """Return what to gather again over ``size`` neighbouring ranks in place of the full ``bucket``."""
     slices = without_values(bucket, size)
-    cast(Any, slices).keep()
+    slices.keep()
     return slices
 
 
-def without_values(bucket: AnyBucket, size: int) -> Gatherable:
-    """Return :func:`sliced` before it has values."""
+def without_values(bucket: AnyBucket, size: int) -> Slices | UsedAgain:
+    """Return :func:`sliced` before it has values.
+
+    Raises:
+        UnsupportedError: the tensors of ``bucket`` decide what is sent.
+    """
     pgs = ProcessGroups(replace(bucket.pgs.axes, shard=smaller_shard_axis(bucket.pgs.axes, size)))
     if isinstance(bucket, Bucket):
         return Slices(bucket, pgs)
     if isinstance(bucket, InPlaceBucket):
         return UsedAgain(bucket, pgs)
-    return cast(Gatherable, cast(Any, bucket).sliced(pgs))
+    raise UnsupportedError(
+        f"reshard_after_forward={size} cannot keep slices of parameter {bucket.parameters[0].name!r}, whose tensor "
+        "class decides what is gathered. Pass reshard_after_forward=True or False."
+    )
 
 
 def plan_slices(bucket: BucketPlan, num_shards: int, zero_copy_min_bytes: int) -> BucketPlan:

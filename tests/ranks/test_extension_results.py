@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 import composable_fsdp
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
-from composable_fsdp.errors import LostExtensionWarning, MissingNameError, ParameterError
+from composable_fsdp.errors import LostExtensionWarning, ParameterError, UnsupportedError
 from tests._internals import state_of
 from tests.helpers.extension_tensors import Pair, Scaled, batch_of
 from tests.helpers.run_ranks import on_ranks
@@ -104,7 +104,7 @@ def place(dim: int, _: nn.Parameter) -> Shard:
 def test_a_padded_result_of_the_second_hook_is_cut() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     kinds = ((PadsRows, 0), (PadsFurther, 0), (ReturnsFlat, 0), (PadsColumns, 1))
-    for (kind, dim), dtype, reshard in product(kinds, (None, torch.bfloat16), (True, False, world_size // 2)):
+    for (kind, dim), dtype, reshard in product(kinds, (None, torch.bfloat16), (True, False)):
         what = f"{kind.__name__}, {dtype}, {reshard}"
         model, reference = build_linear(kind), build_linear(torch.Tensor)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -212,8 +212,10 @@ def test_outputs_that_are_still_needed_are_not_freed() -> None:
         ParameterError, match=rf"parameter 'weight' is made of its gathered outputs, which {name} says to"
     ):
         fully_shard(build_linear(Aliases))(batch_of(0, 0)[:, :3])
-    model = fully_shard(build_linear(Releases), reshard_after_forward=2)
-    with pytest.raises(ParameterError, match=r"cannot be kept as slices .* Pass reshard_after_forward=True or False"):
+    model = fully_shard(build_linear(Keeps), reshard_after_forward=2)
+    with pytest.raises(
+        UnsupportedError, match=r"cannot keep slices of parameter 'weight'.* Pass reshard_after_forward=T"
+    ):
         model(batch_of(0, 0)[:, :3])
 
 
@@ -508,22 +510,3 @@ def test_lost_hooks_give_a_warning() -> None:
     layer.reshard()
     with pytest.warns(LostExtensionWarning, match=r"replaced after fully_shard \(to_empty.* by a Tensor without"):
         layer.to_empty(device="cpu")
-
-
-class SendsGradients(torch.Tensor):
-    def fsdp_pre_reduce_scatter(self, mesh: Any, pieces: torch.Tensor) -> Any: ...
-
-
-@pytest.mark.behaviour("E-09", "H-02")
-@on_ranks(2)
-def test_reduce_scatter_hooks_are_refused_with_what_replaces_them() -> None:
-    with pytest.raises(
-        MissingNameError, match=r"'weight' is a SendsGradients with fsdp_pre_reduce_scatter, which is.*comm_policy="
-    ):
-        fully_shard(build_linear(SendsGradients))
-    layer = fully_shard(build_linear(torch.Tensor))  # hung on a shard, after sharding
-    layer.weight._local_tensor.fsdp_post_reduce_scatter = lambda *_: None
-    with pytest.raises(
-        MissingNameError, match=r"'weight' is a Tensor with fsdp_post_reduce_scatter, which.*reduce_scatter=codec"
-    ):
-        layer(torch.ones(1, 3))

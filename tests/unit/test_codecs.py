@@ -10,16 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-from torch._dynamo.utils import counters
 
-from composable_fsdp import Cast, CommunicationPolicy, ErrorFeedback, Float8, Int4, Int8, fully_shard
+from composable_fsdp import Cast, CommunicationPolicy, ErrorFeedback, Float8, Int4, Int8
 from composable_fsdp.codecs.protocol import resolve_codec
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.trace import Operation, TraceEvent, listeners
 from tests._internals import Encoder, GradientCodec, _encoder
 from tests._internals import _compiled as fused
-from tests.helpers.stream_training import alone
 
 FLOAT = torch.finfo(torch.float32)
 SMALLEST = 2.0**-149
@@ -397,43 +393,6 @@ def test_a_compiled_codec_is_bitwise_equal(codec: Int4 | Float8 | Int8, numel: i
 def test_codecs_on_cpu_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_compiled", lambda method: pytest.fail("compiled"))
     Int8().encode(torch.randn(1, 10))
-
-
-@UNCOMPILED
-@pytest.mark.behaviour("E-08")
-def test_codecs_are_compiled_in_the_first_forward_before_any_collective(monkeypatch, caplog) -> None:
-    compiled = {}
-
-    def compile_for_the_host(method: Any) -> Any:
-        if method not in compiled:
-            compiled[method] = torch.compile(method, dynamic=True, backend="eager")
-        return compiled[method]
-
-    monkeypatch.setattr(fused, "_is_compiled_for", lambda device: True)
-    monkeypatch.setattr(fused, "_compiled", compile_for_the_host)
-    policy = CommunicationPolicy(Int8(block=16), ErrorFeedback(Float8(block=32)), Int4(block=16), min_numel=1)
-    graphs = list[int]()
-
-    def note(event: TraceEvent) -> None:
-        if event.operation is Operation.COLLECTIVE:
-            graphs.append(counters["stats"]["unique_graphs"])
-
-    torch._dynamo.reset()
-    counters.clear()
-    with alone() as mesh:
-        model: Any = nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 24))
-        for module in (model[0], model[2], model):
-            fully_shard(module, mesh=mesh, comm_policy=policy)
-        listeners.append(note)
-        try:
-            for _ in range(3):
-                model(torch.randn(2, 40)).sum().backward()
-        finally:
-            listeners.remove(note)
-    assert graphs[0] > 4, "encode and decode of each codec"
-    assert graphs[-1] == graphs[0], "nothing is compiled in hooks"
-    assert "root: compiling Int8(block=16" in caplog.text
-    assert caplog.text.count("compiling") == 1
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,8 @@ from composable_fsdp import (
     DataParallelMeshDims,
     FSDPError,
     FSDPModule,
-    Int8,
     MixedPrecisionPolicy,
     fully_shard,
-    plugins,
     register_fsdp_forward_method,
     wrap,
 )
@@ -579,22 +577,3 @@ def test_a_function_of_torchs_policy_is_read_and_a_field_that_is_not_known_is_re
         fully_shard(nn.Linear(3, 3), mp_policy=later(of_next_year=(1,)))
     with pytest.raises(ArgumentTypeError, match=r"^param_dtype_override_fn must be a function from a parameter to a d"):
         MixedPrecisionPolicy(param_dtype_override_fn=torch.float32)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("name", "seam", "kind"),
-    [
-        ("all_gather", "GATHER_KINDS", "EncodedParameters"),
-        ("reduce_scatter", "REDUCE_KINDS", "EncodedGradients"),
-        ("all_reduce", "REDUCE_KINDS", "EncodedGradients"),
-    ],
-)
-def test_a_codec_whose_plugin_is_not_attached_is_refused(monkeypatch, name: str, seam: str, kind: str) -> None:
-    attached = getattr(plugins, seam)
-    left = [each for each in attached if kind not in (type(each).__name__, getattr(each, "__name__", ""))]
-    monkeypatch.setattr(f"composable_fsdp.plugins.codecs.attached.{seam}", left)
-    policy = CommunicationPolicy(**cast(Any, {name: Int8()}))
-    for given in (policy, lambda _: policy):
-        with pytest.raises(ConfigurationError, match=rf"^comm_policy has a codec for {name}, but {kind}.*fully_shard"):
-            fully_shard(nn.Linear(4, 4), comm_policy=given)
-    fully_shard(nn.Linear(4, 4), comm_policy=CommunicationPolicy())

@@ -29,19 +29,19 @@ MOST_CODE = {
     "_core": 5233,
     "checkpoint": 3425,
     "cli": 389,
-    "codecs": 342,
+    "codecs": 312,
     "diagnostics": 669,
     "init": 291,
     "interop": 54,
     "optim": 1317,
     "plan": 888,
-    "plugins": 5696,
+    "plugins": 5607,
     "testing": 235,
     "wrap": 231,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 21493
+MOST_CODE_OF_ALL = 21374
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""

@@ -11,7 +11,7 @@ from composable_fsdp._core.gather import AllGatherBuffers, AnyBucket, Bucket
 from composable_fsdp._core.group import GatherKind
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
 from composable_fsdp._core.params import ShardedParameter
-from composable_fsdp.codecs._encoder import CodecCall, encode_rows, row_runs
+from composable_fsdp.codecs._encoder import encode_rows, row_runs
 from composable_fsdp.codecs.protocol import Codec
 from composable_fsdp.plugins.codecs.chosen_codecs import encodable_among, name_of_own_bucket, policy_of, resolved
 
@@ -70,10 +70,3 @@ class EncodedBucket(Bucket):
         layout = self.plan.gather
         in_rows = all(layout.shards[i].concatenates for i in layout.packed)
         yield from row_runs(layout.num_shards, layout.packed_numel) if in_rows else (slice(0, layout.num_shards),)
-
-    def codec_calls(self) -> Iterator[CodecCall]:
-        """Yield the calls of the codec in an all-gather."""
-        numel = self.plan.gather.packed_numel
-        yield CodecCall(self._codec, 1, numel, self.plan.compute_dtype)
-        for run in self._runs():
-            yield CodecCall(self._codec, run.stop - run.start, numel, None)

@@ -37,7 +37,6 @@ from composable_fsdp.plugins.extensions.tensor_classes import (
     cut_shard,
     hooks_of,
     keeps_class,
-    refuse_removed_hooks,
     warn_of_lost_hooks,
 )
 
@@ -46,8 +45,6 @@ class Extensions(GatherKind):
     """Gathers parameters whose local tensors have FSDP hooks, or a class to keep, for :class:`ExtendedBucket`."""
 
     def find(self) -> None:
-        for parameter in self.group.parameters:
-            refuse_removed_hooks(parameter.name, parameter.local)
         self._hooks = {p: hooks_of(p.local) for p in self.group.parameters if keeps_class(p.local)}
         self._found = {parameter: self._extension(parameter) for parameter in self._hooks}
 
@@ -87,7 +84,6 @@ class Extensions(GatherKind):
     def cut(
         name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device
     ) -> torch.Tensor | None:
-        refuse_removed_hooks(name, full)
         return cut_shard(name, full, shards, rank, device) if keeps_class(full) else None
 
     @staticmethod
@@ -122,9 +118,6 @@ class _Gathered:
     """A tensor of each storage that is freed between uses, with the storage's size in bytes."""
     is_refilled: bool = False
     """True once the second hook was seen to refill the full tensor."""
-
-
-Collect = Callable[[_Gathered, Sequence[torch.Tensor]], None]
 
 
 class ExtendedBucket:
@@ -223,18 +216,14 @@ class ExtendedBucket:
 
     def finish_gather(self, gather: AllGatherBuffers) -> None:
         """Concatenate the ranks' inputs and call the second hooks."""
-        self.fill(gather.rows, self._collect)
-
-    def fill(self, received: Sequence[torch.Tensor], collect: Collect) -> None:
-        """Fill the full tensors from gathered outputs, into which ``collect`` copies what was ``received``."""
-        rows = iter(received)
+        rows = iter(gather.rows)
         with torch.inference_mode(False), torch.no_grad():
             for parameter, gathered in zip(self.parameters, self._gathered, strict=True):
                 of_parameter = [next(rows) for _ in gathered.specs[0]]
                 if gathered.storages:
-                    self._refill(parameter, gathered, of_parameter, collect)
+                    self._refill(parameter, gathered, of_parameter)
                 elif not isinstance(gathered.extension, ViewExtension) or parameter.full is not gathered.extension.view:
-                    collect(gathered, of_parameter)
+                    self._collect(gathered, of_parameter)
                     self._fill(parameter, gathered)
 
     def _fill(self, parameter: ShardedParameter, gathered: _Gathered) -> None:
@@ -251,9 +240,7 @@ class ExtendedBucket:
             _free(gathered.outputs)
         parameter.build_unsharded(full, self._on_gradient)
 
-    def _refill(
-        self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor], collect: Collect
-    ) -> None:
+    def _refill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
         """Fill the same full tensor again, hidden from autograd, which has saved it."""
         for tensor, nbytes in gathered.storages:
             if tensor.untyped_storage().nbytes() != nbytes:  # resize_ would copy even to the same size
@@ -261,7 +248,7 @@ class ExtendedBucket:
         out = local_part(parameter.unsharded)
         written = (*gathered.outputs, *gathered.inner, parameter.unsharded, out)
         with torch.autograd._unsafe_preserve_version_counter(written):
-            collect(gathered, rows)
+            self._collect(gathered, rows)
             dtype = self.plan.compute_dtype
             if gathered.is_refilled:
                 gathered.extension.refill(gathered.outputs, gathered.metadata, dtype, out)
@@ -286,52 +273,6 @@ class ExtendedBucket:
             else:
                 torch.cat([row[rank, :numel] for rank, numel in enumerate(numels)], out=output)
 
-    def sliced(self, pgs: ProcessGroups) -> SlicedOutputs:
-        """Return what the ranks of ``pgs``, of a smaller mesh, gather again in place of the inputs."""
-        return SlicedOutputs(self, pgs, self._gathered)
-
-
-class SlicedOutputs:
-    """This rank's slices of the gathered outputs of ``bucket``."""
-
-    needs_barrier = False
-    cached_part = None
-
-    def __init__(self, bucket: ExtendedBucket, pgs: ProcessGroups, gathered: Sequence[_Gathered]) -> None:
-        self.plan, self.pgs = bucket.plan, pgs
-        self._bucket, self._gathered = bucket, gathered
-        self._slices: list[torch.Tensor] = []
-
-    def keep(self) -> None:
-        """Copy the slices."""
-        smaller = self.pgs.gather
-        for gathered in self._gathered:
-            if gathered.releases_outputs:
-                raise ParameterError(
-                    f"parameter {gathered.extension.name!r} cannot be kept as slices of its gathered outputs, which "
-                    f"{RELEASE_HOOK} says to free. Pass reshard_after_forward=True or False, or return False from that "
-                    "method."
-                )
-            self._slices += [_slice(output.view(-1), smaller.size, smaller.rank) for output in gathered.outputs]
-
-    def sent_bytes(self) -> tuple[list[tuple[int, int]], int]:
-        outputs = [output for gathered in self._gathered for output in gathered.outputs]
-        return [(-(-each.numel() // self.pgs.gather.size) * each.itemsize, each.itemsize) for each in outputs], 0
-
-    def allocate_gather(self) -> None: ...
-
-    def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
-        return AllGatherBuffers([], self._slices)
-
-    def finish_gather(self, gather: AllGatherBuffers) -> None:
-        self._bucket.fill(gather.rows, _join)
-
-
-def _join(gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
-    """Join the slices of all ranks of a smaller mesh."""
-    for output, row in zip(gathered.outputs, rows, strict=True):
-        output.view(-1).copy_(row.reshape(-1)[: output.numel()])
-
 
 def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
     return flat if flat.numel() == numel else torch.cat([flat, flat.new_zeros(numel - flat.numel())])
@@ -340,11 +281,6 @@ def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
 def _free(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
-
-
-def _slice(flat: torch.Tensor, num_slices: int, index: int) -> torch.Tensor:
-    length = -(-flat.numel() // num_slices)
-    return _padded(flat[index * length : (index + 1) * length].clone(), length)
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> set[int]:

@@ -13,16 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.memory import contiguous_strides
 from composable_fsdp._core.params import first_supported
-from composable_fsdp.errors import ExtensionError, LostExtensionWarning, MissingNameError
+from composable_fsdp.errors import ExtensionError, LostExtensionWarning
 
 GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-_REMOVED_HOOKS = ("fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter")
 VIEW_HOOK = "fsdp_get_unsharded_view"
 
 
 def hooks_of(tensor: torch.Tensor) -> frozenset[str]:
-    """Return the names of the hooks that ``tensor`` has, also of those that were removed."""
-    return frozenset(hook for hook in (*GATHER_HOOKS, *_REMOVED_HOOKS, VIEW_HOOK) if hasattr(tensor, hook))
+    """Return the names of the hooks that ``tensor`` has."""
+    return frozenset(hook for hook in (*GATHER_HOOKS, VIEW_HOOK) if hasattr(tensor, hook))
 
 
 def num_arguments(name: str, local: torch.Tensor) -> int | None:
@@ -47,17 +46,6 @@ def num_arguments(name: str, local: torch.Tensor) -> int | None:
             f"{first}(self, mesh) or {first}(self, mesh, outer_size, outer_stride, module, mp_policy)."
         )
     return arity
-
-
-def refuse_removed_hooks(name: str, tensor: torch.Tensor) -> None:
-    """Raise a ``MissingNameError`` if ``tensor``, of parameter ``name``, has reduce-scatter hooks."""
-    for hook in _REMOVED_HOOKS:
-        if hasattr(tensor, hook):
-            raise MissingNameError(
-                f"parameter {name!r} is a {type(tensor).__name__} with {hook}, which is not supported in this version. "
-                "Leave the reduce-scatter hooks out, and pass fully_shard(comm_policy=CommunicationPolicy("
-                "reduce_scatter=codec)) to choose what is sent of gradients."
-            )
 
 
 def keeps_class(tensor: torch.Tensor) -> bool:

@@ -102,18 +102,6 @@ def unpadded_input(library: Library, mesh: DeviceMesh) -> str:
 
 
 @row(
-    "`reshard_after_forward=2` on 4 ranks",
-    torch="`NotImplementedError`",
-    torch_reports=r"^NotImplementedError",
-    here="trains",
-    reason="The smaller mesh gathers what the extension sends.",
-    ranks=4,
-)
-def smaller_mesh(library: Library, mesh: DeviceMesh) -> str:
-    return trained(library, mesh, 8, send_bf16, take_bf16, reshard_after_forward=2)
-
-
-@row(
     "`fsdp_post_all_gather` writes to `out` without `torch.no_grad()`",
     torch="raises in forward: `out` is a leaf that requires gradients",
     torch_reports=r"RuntimeError: a leaf Variable that requires grad is being used in an in-place operation",
