@@ -1,4 +1,4 @@
-"""Measures streams of full weights against ``apply_to_full_params`` and FSDP2's ``full_tensor()`` per parameter.
+"""Measures streams of full weights against ``unsharded_params`` of each group and FSDP2's ``full_tensor()``.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/weight_stream.py
 
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from composable_fsdp import apply_to_full_params, stream_changed_params, stream_full_params
+from composable_fsdp import stream_changed_params, stream_full_params, unsharded_params
 from composable_fsdp.plugins.weight_stream import SentParams
 
 MIB = 1 << 20
@@ -62,15 +62,18 @@ def variants(sizes: tuple[int, int, int, int], mesh: DeviceMesh) -> dict[str, Ca
             for tensor in dict(bucket.items()).values():
                 read(tensor)
 
-    def apply() -> None:
-        apply_to_full_params(ours, lambda _, parameter: read(parameter), writeback=False)
+    def by_group() -> None:
+        for block in ours.children():
+            with unsharded_params(block, writeback=False):
+                for parameter in block.parameters():
+                    read(parameter)
 
     def full_tensor() -> None:
         for parameter in theirs.parameters():
             assert isinstance(parameter, DTensor)
             read(parameter.full_tensor().detach())
 
-    return {"stream": stream, "apply": apply, "full_tensor": full_tensor}
+    return {"stream": stream, "by group": by_group, "full_tensor": full_tensor}
 
 
 DENSITIES = (0.0, 0.005, 0.02, 0.05, 0.1, 1.0)
@@ -155,9 +158,9 @@ CHANGED_COLUMNS = [
     *("time changed/full", "buckets of memory", "copy/shards"),
 ]
 COLUMNS = [
-    *("model", "parameters", "groups", "bucket MiB", "stream CPU ms", "apply CPU ms", "full_tensor CPU ms"),
-    *("CPU stream/apply", "CPU stream/full_tensor", "time stream/apply", "time stream/full_tensor"),
-    *("stream buckets of memory", "apply buckets of memory", "full_tensor buckets of memory"),
+    *("model", "parameters", "groups", "bucket MiB", "stream CPU ms", "by group CPU ms", "full_tensor CPU ms"),
+    *("CPU stream/by group", "CPU stream/full_tensor", "time stream/by group", "time stream/full_tensor"),
+    *("stream buckets of memory", "by group buckets of memory", "full_tensor buckets of memory"),
 ]
 
 
@@ -179,7 +182,7 @@ def main() -> None:
         row["bucket MiB"] = bucket_bytes / MIB
         cpu, wall = ({n: [each[k] for each in samples] for n, samples in taken.items()} for k in (0, 1))
         row |= {f"{n} CPU ms": spread(samples) for n, samples in cpu.items()}
-        for other in ("apply", "full_tensor"):
+        for other in ("by group", "full_tensor"):
             row[f"CPU stream/{other}"] = ratios(cpu["stream"], cpu[other])
             row[f"time stream/{other}"] = ratios(wall["stream"], wall[other])
         row |= {f"{n} buckets of memory": peak_bytes(action) / bucket_bytes for n, action in actions.items()}

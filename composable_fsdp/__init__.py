@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from composable_fsdp.optim.offload_optimizer import offload_optimizer
     from composable_fsdp.optim.owner_step import owner_step
     from composable_fsdp.plugins.codecs.communication_state import CommunicationState
-    from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
+    from composable_fsdp.plugins.full_params import unsharded_params
     from composable_fsdp.plugins.weight_stream.changed_params import stream_changed_params
     from composable_fsdp.plugins.weight_stream.copies import copy_params
     from composable_fsdp.plugins.weight_stream.stream import stream_full_params
@@ -79,7 +79,6 @@ __all__ = [
     "ShardPlacementResult",
     "ShardingStrategy",
     "UnshardHandle",
-    "apply_to_full_params",
     "clip_grad_norm_",
     "communication_report",
     "copy_params",
@@ -134,7 +133,7 @@ _ON_FIRST_USE = FirstUse(
         "optim.offload_optimizer": "offload_optimizer",
         "optim.owner_step": "owner_step",
         "plugins.codecs.communication_state": "CommunicationState",
-        "plugins.full_params": "apply_to_full_params unsharded_params",
+        "plugins.full_params": "unsharded_params",
         "plugins.weight_stream.changed_params": "stream_changed_params",
         "plugins.weight_stream.copies": "copy_params",
         "plugins.weight_stream.stream": "stream_full_params",
@@ -154,6 +153,8 @@ _OTHER_NAMES = {
     **dict.fromkeys(("FSDP", "FullyShardedDataParallel"), _IN_PLACE),
     "tie_groups": "is gone: name the owner of the parameters, fully_shard(head, shared_from=[embedding])",
     "reload_optimizer": "is gone: load the state dict of the offloaded optimizer into a new one",
+    "apply_to_full_params": "is gone: for each sharded module, change its parameters inside of "
+    "unsharded_params(module, recurse=False)",
     "summon_full_params": "is unsharded_params here: from composable_fsdp import unsharded_params",
 }
 """The replacements of names that programs for other libraries, or earlier versions, import."""

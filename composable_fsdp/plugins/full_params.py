@@ -1,4 +1,4 @@
-"""Temporary access to full parameters: ``unsharded_params``, and ``apply_to_full_params`` for one group at a time.
+"""Temporary access to full parameters: ``unsharded_params``.
 
 Meanwhile the parameter groups are *lent*, and no module of their roots may run.
 
@@ -9,7 +9,7 @@ neither on its shards, nor on what the body did or raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn, cast
@@ -69,61 +69,7 @@ def unsharded_params(
         ConfigurationError: ``rank0_only`` with ``writeback``, if no mesh has all ranks that hold parameters.
     """
     states = states_below(module) if recurse else [state for state in [find_state(module)] if state is not None]
-    with _unsharded(module, states, writeback, rank0_only, offload_to_cpu, with_grads):
-        yield
-
-
-@torch.no_grad()
-def apply_to_full_params(
-    module: nn.Module,
-    fn: Callable[[str, nn.Parameter], object],
-    *,
-    writeback: bool = True,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = False,
-    with_grads: bool = False,
-) -> None:
-    """Call ``fn(name, parameter)`` with each sharded parameter of ``module`` in full, and keep what it writes in place.
-
-    It goes group by group, each as inside :func:`unsharded_params`, so it needs memory for one group only. It is meant
-    for edits and statistics that need full tensors. Plain parameters are not passed. All ranks must call it together.
-    If ``fn`` raises, the groups that were complete before keep what it wrote.
-
-    Args:
-        module: a sharded module, or one that contains some.
-        fn: called without gradients, once for each parameter, with its first name in ``module``. The same on every
-            rank, or with ``rank0_only`` on the first rank alone.
-        writeback: keep what ``fn`` wrote.
-        rank0_only: as for :func:`unsharded_params`.
-        offload_to_cpu: as for :func:`unsharded_params`.
-        with_grads: ``parameter.grad`` is full as well, and kept with ``writeback``.
-
-    Raises:
-        LifecycleError: during a forward or backward, or inside ``unsharded_params`` for the same modules.
-        ParameterError: parameters are on the meta device.
-        ConfigurationError: ``rank0_only`` with ``writeback``, if no mesh has all ranks that hold parameters.
-    """
-    for state in states_below(module):
-        with _unsharded(module, [state], writeback, rank0_only, offload_to_cpu, with_grads) as full_params:
-            for name, full_param in full_params.items():
-                fn(name, full_param)
-
-
-_Params = Mapping[ParamPlace, ShardedParameter]
-"""The parameters of one request, in the order of their modules."""
-
-
-@contextmanager
-def _unsharded(
-    module: nn.Module,
-    states: Sequence[FSDPState],
-    writeback: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
-    with_grads: bool,
-) -> Iterator[dict[str, nn.Parameter]]:
-    """Unshard the parameters of ``states``, and yield those that this rank shows, by their names in ``module``."""
-    prepare_to_lend(states)
+    prepare_to_lend(states, "unsharded_params")
     params = sharded_places(module, states)
     on_meta = [place.name for place in params if place.parameter.is_meta]
     if on_meta:
@@ -142,11 +88,15 @@ def _unsharded(
     raised = True
     try:
         with lend(states, full_params) as shown:
-            yield {place.name: full_param for place, full_param in full_params.items() if full_param is not None}
+            yield
         raised = False
     finally:
         if writeback and (mesh is not None or not raised):
             _write_back(params, shown, mesh, with_grads, raised)
+
+
+_Params = Mapping[ParamPlace, ShardedParameter]
+"""The parameters of one request, in the order of their modules."""
 
 
 def _agree_on_gradients(params: _Params) -> dict[ParamPlace, bool]:
@@ -194,8 +144,8 @@ def _send_from_first_rank(
     """Return the full value and gradient of the first rank, where they are those of ``value``."""
     device, shape, dtype = mesh.device_type, param.sharded.shape, param.sharded.dtype
     if _is_first_rank(mesh):
-        sent = (value, value.grad) if has_gradient else (value,)
-        messages = [cast(torch.Tensor, tensor).detach().to(device, dtype) for tensor in sent]
+        sent = (value, cast(torch.Tensor, value.grad)) if has_gradient else (value,)
+        messages = [tensor.detach().to(device, dtype) for tensor in sent]
     else:
         messages = [torch.empty(shape, dtype=dtype, device=device) for _ in range(1 + has_gradient)]
     broadcast_(messages, mesh)
@@ -236,9 +186,8 @@ def _write_back(
         return
     for param, shown_value, code in zip(params.values(), shown, codes, strict=True):
         value = cast(torch.Tensor, shown_value)
-        if mesh is None:
-            gradient = value.grad
-        else:
+        gradient = value.grad
+        if mesh is not None:
             value, gradient = _send_from_first_rank(value, param, bool(code & 2) and with_grads, mesh)
         write_shard(param, value, bool(code & 1))
         if with_grads:
@@ -270,37 +219,30 @@ def _refuse(group: ParamGroup) -> NoReturn:
     )
 
 
-def prepare_to_lend(states: Sequence[FSDPState], caller: str = "unsharded_params") -> None:
-    """Check that nothing uses parameters of ``states``, and reshard them.
-
-    Args:
-        states: the states whose full parameters are to be registered.
-        caller: the public function, for errors.
+def prepare_to_lend(states: Sequence[FSDPState], caller: str) -> None:
+    """Check that nothing uses parameters of ``states``, and reshard them. ``caller`` is the public function.
 
     Raises:
         LifecycleError: a forward or backward is running, or full parameters of the same root are registered already.
     """
-    if torch._C._current_graph_task_id() != -1:
-        raise LifecycleError(
-            f"{caller} was entered during a backward, which still uses the parameters. Enter it before the forward or "
-            "after backward() has returned."
-        )
+    used = "a backward" if torch._C._current_graph_task_id() != -1 else ""
     for state in states:
         root = state.root
         if state.group.is_lent or (root is not None and root.refuse is not None):
             raise LifecycleError(
-                f"{caller} was entered for {state.name!r} inside another one for modules of the same root. "
-                "Leave that one first, or use one for all: with recurse=True it reaches every module below its own."
+                f"{caller} was called for {state.name!r} inside unsharded_params or initialize for modules of the same "
+                "root. Leave that first, or use one for all: with recurse=True it reaches every module below its own."
             )
-        if root is not None and any(map(is_being_called, root.states.values())):
-            raise LifecycleError(
-                f"{caller} was entered during a forward that {state.name!r} is part of, which still uses the "
-                "parameters. Enter it before the forward or after backward() has returned."
-            )
+        if is_being_called(state) or (root is not None and any(map(is_being_called, root.states.values()))):
+            used = used or f"a forward that {state.name!r} is part of"
+    if used:
+        raise LifecycleError(
+            f"{caller} was called during {used}, which still uses the parameters. Call it before the forward or after "
+            "backward() has returned."
+        )
     for state in states:
-        root = state.root
-        if root is not None:
-            root.drain()
+        if state.root is not None:
+            state.root.drain()
         state.reshard()
         state.group.refresh()
 

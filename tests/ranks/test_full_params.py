@@ -319,11 +319,11 @@ def test_invalid_uses_of_unsharded_params_are_errors() -> None:
         pass
     messages.append(str(error.value))
     forward, backward_, nested, shape, meta = messages
-    assert forward.startswith("unsharded_params was entered during a forward that 'layers.2' is part of")
-    assert backward_.startswith("unsharded_params was entered during a backward")
-    assert "Enter it before the forward or after backward() has returned." in forward
+    assert forward.startswith("unsharded_params was called during a forward that 'layers.2' is part of")
+    assert backward_.startswith("unsharded_params was called during a backward")
+    assert "Call it before the forward or after backward() has returned." in forward
     assert nested.startswith(
-        "unsharded_params was entered for 'layers.2' inside another one for modules of the same root. Leave that"
+        "unsharded_params was called for 'layers.2' inside unsharded_params or initialize for modules of the same root."
     )
     assert "{'layers.1.weight': (2, 2)}" in shape
     assert "'layers.0.weight', 'layers.0.bias'" in meta

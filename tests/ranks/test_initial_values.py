@@ -347,5 +347,5 @@ def test_initialisation_names_what_it_cannot_give_values() -> None:
     assert "these have no such method: the model (Scaled). Pass a function of a module" in no_method
     assert "and fn gave them no values: ['scale', 'table']. Pass an fn that does" in left_out
     assert "fn left parameter 'layer.bias' of shape (4,) as (3,). It must keep shapes" in other_shape
-    assert unsharded.startswith("initialize was entered for")
+    assert unsharded.startswith("initialize was called for")
     assert other_seed.startswith("Ranks have started from different values: parameter 'layer.weight'")

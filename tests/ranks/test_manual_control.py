@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import composable_fsdp
-from composable_fsdp import FSDPModule, apply_to_full_params, fully_shard, register_fsdp_forward_method
+from composable_fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, unsharded_params
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.assert_trace import assert_trace
@@ -75,13 +75,18 @@ def fail(model: nn.Module) -> None:
         model(torch.ones(2, 5))
 
 
+def show(model: nn.Module) -> None:
+    with unsharded_params(model):
+        pass
+
+
 FREE: dict[str, Callable[[Any, nn.Module], object]] = {
     "reshard": lambda layer, model: layer.reshard(),
     "evaluation": lambda layer, model: layer.eval()(torch.ones(2, 4)),
     "step": lambda layer, model: model(torch.ones(2, 4)).sum().backward(),
     "failed forward": lambda layer, model: fail(model),
     "state dict": lambda layer, model: model.state_dict(),
-    "full parameters": lambda layer, model: apply_to_full_params(model, lambda name, parameter: None),
+    "full parameters": lambda layer, model: show(model),
 }
 """Ways to free the parameters of a layer of the model."""
 

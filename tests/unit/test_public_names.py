@@ -74,6 +74,7 @@ def test_importing_a_class_from_the_top_says_where_it_is(name: str, home: str) -
         ("FSDP", r"^FSDP is FSDP1's wrapper: fully_shard\(module\) shards .* from composable_fsdp import fully_shard$"),
         ("FullyShardedDataParallel", r"^FullyShardedDataParallel is FSDP1's wrapper: fully_shard\(module\)"),
         ("summon_full_params", r"^summon_full_params is unsharded_params here: "),
+        ("apply_to_full_params", r"^apply_to_full_params is gone: .* unsharded_params\(module, recurse=False\)$"),
         ("tie_groups", r"^tie_groups is gone: name the owner .* shared_from="),
     ],
 )

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from composable_fsdp._core.comm import Communicator
-from composable_fsdp._core.hooks import is_being_called
 from composable_fsdp._core.mesh import ParameterSharding, axis_communicator
 from composable_fsdp._core.params import ShardedParameter, is_wrapper, local_part, parameter_class
 from composable_fsdp._core.state import state_of_parameter, states_below
 from composable_fsdp._extents import has_own_memory, plain_name
-from composable_fsdp.errors import LifecycleError, ParameterError
+from composable_fsdp.errors import ParameterError
+from composable_fsdp.plugins.full_params import prepare_to_lend
 from composable_fsdp.plugins.weight_stream.packed_layout import Distribution, MessageLayout, Slot
 from composable_fsdp.plugins.weight_stream.weight_names import Named, Unit
 
@@ -30,25 +30,11 @@ def prepare(model: nn.Module, caller: str) -> dict[int, ShardedParameter]:
     """Reshard the parameters of ``model``, and return the sharded ones by ``id``.
 
     Raises:
-        LifecycleError: a forward or backward is running.
+        LifecycleError: a forward or backward is running, or full parameters are registered.
     """
-    if torch._C._current_graph_task_id() != -1:
-        raise LifecycleError(
-            f"{caller} was called during a backward, which still uses the parameters. Call it before the forward or "
-            "after backward() has returned."
-        )
     above = (state_of_parameter(parameter) for parameter in model.parameters())  # of a parent of ``model``
     states = list(dict.fromkeys([*states_below(model), *(state for state in above if state is not None)]))
-    for state in states:
-        if is_being_called(state):
-            raise LifecycleError(
-                f"{caller} was called during a forward of {state.name!r}, which still uses the parameters. Call it "
-                "before the forward or after backward() has returned."
-            )
-    for state in states:
-        state.drain_before_changes()
-        state.reshard()
-        state.group.refresh()
+    prepare_to_lend(states, caller)
     return {id(parameter.sharded): parameter for state in states for parameter in state.group.parameters}
 
 
