@@ -21,7 +21,7 @@ from torch import nn
 from composable_fsdp import Int8
 from composable_fsdp._core import memory as storage
 from composable_fsdp._core.memory import Work
-from composable_fsdp.testing import Fault, Raise, inject_faults
+from tests.helpers.injected_faults import Fault, Raise, inject_faults
 
 __all__ = [
     "KILLED_IN_SAVE",

@@ -142,7 +142,7 @@ _ON_FIRST_USE = FirstUse(
 )
 _SUBMODULES = (
     *("checkpoint", "codecs", "diagnostics", "errors", "interop", "optim", "plan", "plugins", "policies"),
-    *("testing", "trace", "wrap"),
+    *("trace", "wrap"),
 )
 _HOMES = ("errors", "diagnostics", "plugins.weight_stream")
 """The modules of classes that few programs name, which are not at the top."""
@@ -155,6 +155,7 @@ _OTHER_NAMES = {
     "reload_optimizer": "is gone: load the state dict of the offloaded optimizer into a new one",
     "apply_to_full_params": "is gone: for each sharded module, change its parameters inside of "
     "unsharded_params(module, recurse=False)",
+    "testing": "is gone: start ranks with torchrun or torch.multiprocessing.spawn",
     "summon_full_params": "is unsharded_params here: from composable_fsdp import unsharded_params",
 }
 """The replacements of names that programs for other libraries, or earlier versions, import."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core import group as core_group
     from composable_fsdp._core import reduce as core_reduce
     from composable_fsdp._core.backward import GroupReduction, ReductionQueue, reduce_together
-    from composable_fsdp._core.comm import (Around, Collective, Communicator, LoopbackCommunicator,
+    from composable_fsdp._core.comm import (DONE, Around, Collective, Communicator, LoopbackCommunicator,
         ProcessGroupCommunicator, Traits, Transfer, communicator_over, communicators, find, is_over_group, reopen)
     from composable_fsdp._core.full_mesh import (ShardPlacementResult, default_mesh, named_data_parallel_axes,
         warn_without_cpu_backend)
@@ -118,8 +118,6 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather
     from composable_fsdp.plugins.weight_stream.changed_params import _Segment
     from composable_fsdp.plugins.weight_stream.model_sources import ModelSources
-    from composable_fsdp.testing.ranks import (START_TIMEOUT, VARIABLES, Outcome, RankProcess, ask, function_stack,
-        pickled_job, results_of, run_job)
     from composable_fsdp.wrap._plan import Group, Scope, plan_groups
     from composable_fsdp.wrap.torch_policies import as_wrap_policy
 # fmt: on

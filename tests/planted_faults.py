@@ -46,7 +46,6 @@ MORE = 3
 """Late execution gets this many trainings of a fault, the first one that has a race and those after it."""
 
 NO_STREAMS = {
-    "testing/": "tools of tests",
     "cli/": "commands, which run no training",
     "checkpoint/_coordination.py": "messages between the hosts of ranks, and threads",
     "checkpoint/_dcp/save.py": "futures of torch's writers of files",

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-from composable_fsdp import testing
 from tests.helpers import run_ranks as pool
 
 
@@ -20,18 +19,12 @@ def write_ids_and_wait(file: str) -> None:
     time.sleep(600)
 
 
-def main(how: str, folder: str) -> None:
-    """Run ranks until the end of this program, or until a signal ends it. ``how``: ``"new"`` waits for a rank of the
-    public ``run_ranks``, ``"kept"`` for one of the tests' ``run_ranks`` while another is stopped, and ``"end"`` ends
-    with ranks that are stopped. ``folder``: gets the file ``waiting`` with the ids of :func:`write_ids_and_wait`, and
-    ``stopped`` with those of the processes that are stopped."""
-    waiting = str(Path(folder, "waiting"))
-    if how == "new":
-        testing.run_ranks(write_ids_and_wait, 1, waiting)
+def main(folder: str) -> None:
+    """Wait for a rank while others are stopped, until a signal ends this program. ``folder``: gets the files
+    ``waiting``, with the ids of :func:`write_ids_and_wait`, and ``stopped``, with those of the stopped processes."""
     pool.TEMPLATES = 1  # each takes seconds
     Path(folder, "stopped").write_text(" ".join(map(str, pool.run_ranks(os.getpid, 2))))
-    if how == "kept":
-        pool.run_ranks(write_ids_and_wait, 1, waiting)
+    pool.run_ranks(write_ids_and_wait, 1, str(Path(folder, "waiting")))
 
 
 if __name__ == "__main__":

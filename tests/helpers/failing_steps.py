@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import CommunicationPolicy, ErrorFeedback, Int4, Int8, find_nonfinite, fully_shard
-from composable_fsdp.testing import Fault, Raise, inject_faults
 from tests._internals import memory as storage
 from tests.helpers.faults import Layers
+from tests.helpers.injected_faults import Fault, Raise, inject_faults
 from tests.helpers.sharding import values_of
 
 DEPTH = 3

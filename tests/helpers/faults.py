@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader
 
 from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import save
-from composable_fsdp.testing import Delay, Drop, Effect, Fault, Kill, Raise, inject_faults
 from tests._internals import Work
+from tests.helpers.injected_faults import Delay, Drop, Effect, Fault, Kill, Raise, inject_faults
 
 LONG_TIMEOUT, SHORT_TIMEOUT = 60.0, 3.0
 """Timeouts of the process group in seconds. No test reaches the first; stragglers exceed the second."""

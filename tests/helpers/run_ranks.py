@@ -1,5 +1,5 @@
-"""``run_ranks`` with processes that are kept for the next call, which makes the suite fast. It does what
-``composable_fsdp.testing.run_ranks`` does, but only the first call of a world size and environment starts processes.
+"""``run_ranks``: runs a function on several gloo processes, and keeps them for the next call of the world size and
+environment, which makes the suite fast.
 They are forked from processes that have imported torch, so only the first one pays for the import; other libraries read
 the environment at import, so other variables of theirs need other such processes. Before every call, the default dtype,
 device and grad mode are reset, process groups made by earlier functions are destroyed, and failed steps forgotten.
@@ -30,7 +30,7 @@ from typing import Any, TypeVar, cast
 import pytest
 import torch.distributed as dist
 
-from tests._internals import START_TIMEOUT, VARIABLES, Outcome, RankProcess, ask, pickled_job, results_of
+from tests.helpers.rank_process import START_TIMEOUT, VARIABLES, Outcome, RankProcess, ask, pickled_job, results_of
 from tests.helpers.transports import TRANSPORTS
 from tests.helpers.worker_pool.reset import reset
 from tests.helpers.worker_pool.template import Template
@@ -45,7 +45,7 @@ READ_LATE = "COMPOSABLE_FSDP_"
 
 BOOT = (
     "import json, sys; requests = int(sys.argv.pop()); sys.path[:] = json.loads(sys.argv.pop()); "
-    "from composable_fsdp.testing.ranks import main; import tests.helpers.worker_pool.reset; "
+    "from tests.helpers.rank_process import main; import tests.helpers.worker_pool.reset; "
     "import torch._inductor, composable_fsdp.checkpoint; "
     "from tests.helpers.worker_pool.template import serve; serve(requests, main)"
 )
@@ -62,9 +62,14 @@ def run_ranks(
     lost: Collection[int] = (),
     **kwargs: object,
 ) -> list[T]:
-    """Do what ``composable_fsdp.testing.run_ranks`` does, and keep the processes if none failed and none is lost."""
+    """Run ``function(*args, **kwargs)`` on ``world_size`` processes at once, and return the results in rank order. In
+    each, gloo is initialized on the loopback interface, torch computes with one thread, all seeds are 0, and the
+    caller's warning filters are in effect. ``function``: stands at the top of a module; it, its arguments and results
+    are pickled. ``timeout``: seconds, without the start. ``environment``: variables to add. ``lost``: ranks that the
+    function kills, stops or lets raise: they have no result, and no process is kept. Raises ``RanksError``: on another
+    rank the function raised, died, or did not return in time."""
     __tracebackhide__ = True
-    job = pickled_job(function, world_size, args, kwargs)
+    job = pickled_job(function, args, kwargs)
     key = world_size, frozenset(environment.items())
     _shut_down_at_exit()
     with _lock:

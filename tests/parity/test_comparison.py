@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from composable_fsdp.testing import RanksError
 from tests.helpers.comparison.catalogue import ROWS, play
+from tests.helpers.rank_process import RanksError
 from tests.helpers.run_ranks import run_ranks
 
 SECONDS = 8.0

@@ -33,7 +33,6 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp.testing import RanksError
 from tests._internals import (
     Bucket,
     BucketReducer,
@@ -50,6 +49,7 @@ from tests.helpers.fuzz.features import FEATURES, features
 from tests.helpers.fuzz.fixed import FIXED
 from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, Step, module_calls
 from tests.helpers.fuzz.reference import differences
+from tests.helpers.rank_process import RanksError
 from tests.helpers.run_ranks import kill_ranks, run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
-from composable_fsdp.testing import RanksError
 from composable_fsdp.trace import Operation, TraceEvent, ledger, listeners
 from tests._internals import FSDPState, find_state, state_of
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import FULL, LiveStorages
+from tests.helpers.rank_process import RanksError
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import OPTIMIZERS
 from tests.helpers.transports import COPIES, SOCKETS

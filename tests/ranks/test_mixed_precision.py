@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from composable_fsdp import CommunicationPolicy, Int8, MixedPrecisionPolicy, fully_shard, no_sync, unsharded_params
-from composable_fsdp.testing import RanksError
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, seeded, shard_layers
+from tests.helpers.rank_process import RanksError
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import OPTIMIZERS, assert_equal_runs, copy_on_cpu, local_shard, play_task, train
 from tests.helpers.transports import SOCKETS

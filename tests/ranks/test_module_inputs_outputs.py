@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing import RanksError
 from tests.helpers.models import seeded, shard_layers
+from tests.helpers.rank_process import RanksError
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import check_parity
 from tests.helpers.transports import COPIES, TRANSPORTS

@@ -1,32 +1,28 @@
-"""Test the public ``run_ranks``: results, the surroundings of a function, and errors for every kind of failure.
-
-Each call starts processes, which takes seconds. So failures that the same code reports for the ``run_ranks`` of the
-tests are tested with that one. tests/ranks/test_worker_pool.py tests what only that one does.
-"""
+"""Test ``run_ranks``: processes are reused, isolated, and replaced after a failure, whose errors name the ranks."""
 
 from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import subprocess
-import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing import RanksError, run_ranks
-from tests.helpers import run_ranks as pool
+from tests._internals import watchdog
 from tests.helpers.fresh_process import Program
+from tests.helpers.known_watchdog import known_watchdog
+from tests.helpers.rank_process import RanksError
+from tests.helpers.run_ranks import run_ranks, shutdown
 
 
 def pid() -> int:
@@ -41,18 +37,22 @@ def sum_of_ranks() -> torch.Tensor:
 
 def surroundings(*args: object, **kwargs: object) -> tuple[object, ...]:
     return (
-        dist.get_rank(),
-        sum_of_ranks().item(),
+        dist.get_backend(),
+        len(dist.distributed_c10d._world.pg_map),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.rand(()).item(),
+        random.random(),
+        numpy.random.random(),
+        (known := known_watchdog()) is not None and known.has_failed,
         args,
         kwargs,
-        dist.get_backend(),
-        torch.get_num_threads(),
-        (torch.rand(()).item(), random.random(), numpy.random.random()),
         os.getcwd(),
-        os.environ["GLOO_SOCKET_IFNAME"],
         os.environ.get("ADDED"),
         warning(),
-        os.getpid(),
     )
 
 
@@ -62,6 +62,21 @@ def warning() -> str:
     except UserWarning as error:
         return f"raised {error!r}"
     return "passed over"
+
+
+def change_surroundings() -> int:
+    dist.new_group([0, 1])
+    torch.set_num_threads(2)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    random.seed(7)
+    torch.manual_seed(7)
+    numpy.random.seed(7)
+    known: Any = watchdog.job_watchdog()
+    known.fail("raised an error that was caught")
+    return os.getpid()
 
 
 def fail_on(rank: int) -> None:
@@ -83,10 +98,6 @@ def exit_on(rank: int, child_file: str, *, code: int) -> None:
     dist.barrier()
 
 
-def crash() -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
 def leave_others_waiting(child_file: str) -> None:
     if dist.get_rank() == 1:
         child = subprocess.Popen(["sleep", "600"])
@@ -99,13 +110,7 @@ def lose_rank_1() -> int:
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    return dist.get_rank()
-
-
-def ids_in(folder: str) -> None:
-    Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
-    dist.barrier()
-    fail_on(1)
+    return os.getpid()
 
 
 def exists(pid: int) -> bool:
@@ -116,15 +121,10 @@ def exists(pid: int) -> bool:
     return True
 
 
-def state(pid: int) -> str:
-    """Return the letter that ``ps`` shows, such as ``"T"`` for a stopped process."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def runs(pid: int) -> bool:
     """Return whether the process runs. A zombie does not: init removes orphaned ones."""
     try:
-        return state(pid) != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -138,57 +138,45 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 def failure_of(call: Callable[..., object], *args: object, **options: object) -> RanksError:
     with pytest.raises(RanksError) as error:
-        call(*args, **options)
+        run_ranks(call, 2, *args, **options)  # type: ignore[arg-type]
     return error.value
 
 
-def test_results_come_in_rank_order_and_arguments_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also from a module that only the caller's ``sys.path`` has, and with its warning filters."""
-    torch.manual_seed(0)
-    numbers = torch.rand(()).item(), random.Random(0).random(), numpy.random.RandomState(0).random()
-    text = "from tests.ranks.test_run_ranks import surroundings\ndef here(*a, **k):\n    return surroundings(*a, **k)\n"
-    (tmp_path / "module_of_this_test.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_functions_run_by_ranks_are_isolated_and_get_arguments_directory_and_filters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = run_ranks(surroundings, 2)
+    assert before[0] == before[1]
+    assert before[0][:7] == ("gloo", 1, 1, torch.float32, torch.device("cpu"), True, False)
+    assert run_ranks(change_surroundings, 2) == run_ranks(pid, 2)
+    assert run_ranks(surroundings, 2) == before
     monkeypatch.chdir(tmp_path)
-    module = __import__("module_of_this_test")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "care", UserWarning)
-        *found, ids = zip(*run_ranks(module.here, 2, "a", [1], key="b", environment={"ADDED": "1"}), strict=True)
-    common = ("gloo", 1, numbers, str(tmp_path), "lo", "1", "passed over")
-    expected = [(rank, 1.0, ("a", [1]), {"key": "b"}, *common) for rank in range(2)]
-    assert found == list(zip(*expected, strict=True))
+        found = run_ranks(surroundings, 2, "a", [1], key="b", environment={"ADDED": "1"})
+    assert found[0][-5:] == (("a", [1]), {"key": "b"}, str(tmp_path), "1", "passed over")
     assert "ADDED" not in os.environ
-    assert len({*ids, os.getpid()}) == 3
-    assert not any(map(exists, ids))
 
 
-def test_lost_ranks_have_no_result_and_are_not_waited_for() -> None:
-    begin = time.monotonic()
-    assert pool.run_ranks(lose_rank_1, 2, lost=[1], timeout=300.0) == [0]
-    assert time.monotonic() - begin < 200
-
-
-def test_an_exception_on_one_rank_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    error = failure_of(run_ranks, ids_in, 2, str(tmp_path), timeout=300.0)
-    assert time.monotonic() - begin < 200
+def test_an_exception_on_one_rank_does_not_leave_the_others_waiting_and_replaces_the_processes() -> None:
+    pids = run_ranks(pid, 2)
+    error = failure_of(fail_on, 1, timeout=300.0)
     text = str(error)
-    assert text.startswith(f"{__name__}.ids_in failed on rank 1 of 2\n--- rank 0: killed after ")
+    assert text.startswith(f"{__name__}.fail_on failed on rank 1 of 2\n--- rank 0: killed after ")
     raised = "--- rank 1: raised AssertionError: rank 1 has wrong values: {'loss': 3.5}\n"
     assert f"{raised}Traceback (most recent call last)" in text
     assert f'File "{__file__}"' in error.failures[1]
     assert """assert wrong["loss"] == 0""" in error.failures[1]
-    assert "dist.barrier()" in error.failures[0]
-    assert "testing/ranks.py" not in text
-    assert not any(exists(int((tmp_path / str(rank)).read_text())) for rank in range(2))
+    assert "in fail_on\n    dist.barrier()" in error.failures[0]
+    assert "rank_process.py" not in text
+    assert not any(map(exists, pids))
+    assert [tensor.item() for tensor in run_ranks(sum_of_ranks, 2)] == [1.0, 1.0]
 
 
 def test_a_timeout_shows_where_every_rank_was_and_ends_what_they_started(tmp_path: Path) -> None:
     child_file = tmp_path / "child"
-    error = failure_of(pool.run_ranks, leave_others_waiting, 2, str(child_file), timeout=3.0)
-    assert str(error).startswith(
-        f"{__name__}.leave_others_waiting did not return in time on ranks 0-1 of 2\n--- rank 0: "
-    )
+    error = failure_of(leave_others_waiting, str(child_file), timeout=3.0)
+    assert str(error).startswith(f"{__name__}.leave_others_waiting did not return in time on ranks 0-1 of 2\n--- rank")
     for rank, line in enumerate(("dist.barrier()", "time.sleep(600)")):
         assert error.failures[rank].startswith("killed after 3.")
         assert f"in leave_others_waiting\n    {line}" in error.failures[rank]
@@ -197,54 +185,48 @@ def test_a_timeout_shows_where_every_rank_was_and_ends_what_they_started(tmp_pat
 
 def test_a_rank_that_exits_is_reported_with_its_code_and_its_children_end_too(tmp_path: Path) -> None:
     child_file = tmp_path / "child"
-    error = failure_of(pool.run_ranks, exit_on, 2, 1, str(child_file), code=3)
+    error = failure_of(exit_on, 1, str(child_file), code=3)
     assert error.failures[1] == "ended with exit code 3"
     assert "dist.barrier()" in error.failures[0]
     assert eventually(lambda: not runs(int(child_file.read_text())))
 
 
-def test_a_rank_that_crashes_shows_its_stack() -> None:
-    failure = failure_of(pool.run_ranks, crash, 1).failures[0]
-    assert failure.startswith("died of SIGSEGV\nFatal Python error: Segmentation fault")
-    assert "in crash" in failure
+def test_lost_ranks_have_no_result_and_processes_are_replaced_after_them() -> None:
+    begin = time.monotonic()
+    (first,) = run_ranks(lose_rank_1, 2, lost=[1], timeout=300.0)
+    assert time.monotonic() - begin < 200
+    assert not exists(first)
+    assert len(set(run_ranks(pid, 2))) == 2
 
 
-def test_processes_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RanksError, match=r"pid failed on ranks 0-2 of 3\n--- ranks 0-2: ended with exit code 1$"):
-        run_ranks(pid, 3, lost=[0, 1, 2])
+# Templates. Each takes seconds to start, so every test begins as the one before has ended.
 
 
-def test_unpicklable_functions_and_arguments_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match=r"test_run_ranks.*<lambda>.* top of a module"):
-        run_ranks(lambda: None, 2)
-    with pytest.raises(ConfigurationError, match=r"pid and its arguments.* arguments must be picklable"):
-        run_ranks(pid, 2, threading.Lock())
-    with pytest.raises(ConfigurationError, match=r"at least one rank, not 0"):
-        run_ranks(pid, 0)
-    monkeypatch.setattr(pid, "__module__", "__main__")
-    with pytest.raises(ConfigurationError, match=r"cannot import __main__.pid from the script.* Move it to a module"):
-        run_ranks(pid, 2)
-
-
-@contextmanager
-def caller(folder: Path, how: str) -> Iterator[Program]:
-    """Start ``tests.helpers.caller_of_ranks``, and wait until its rank waits, if it has one. Kill it at the end."""
-    outputs = (folder / "out", folder / "err")
-    program = Program("tests.helpers.caller_of_ranks", how, str(folder), outputs=outputs, environment={})
-    try:
-        assert how == "end" or eventually((folder / "waiting").exists, 100.0), outputs[1].read_text()
-        yield program
-    finally:
-        program.send_signal(signal.SIGKILL)
-        program.wait()
+def test_a_worker_that_was_killed_between_calls_is_replaced_and_shutdown_ends_it() -> None:
+    (before,) = run_ranks(pid, 1)
+    descriptor = os.pidfd_open(before)
+    os.kill(before, signal.SIGKILL)
+    assert select.select([descriptor], [], [], 20.0)[0]  # all of its threads have ended
+    os.close(descriptor)
+    (after,) = run_ranks(pid, 1)
+    assert not exists(before)
+    shutdown()
+    assert not exists(after)
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_their_caller(tmp_path: Path, end: signal.Signals) -> None:
-    with caller(tmp_path, "new") as program:
-        ids = [int(word) for word in (tmp_path / "waiting").read_text().split()]
+    """Both those that run and those that are stopped."""
+    outputs = tmp_path / "out", tmp_path / "err"
+    program = Program("tests.helpers.caller_of_ranks", str(tmp_path), outputs=outputs, environment={})
+    try:
+        assert eventually((tmp_path / "waiting").exists, 100.0), outputs[1].read_text()
+        ids = [int(word) for name in ("stopped", "waiting") for word in (tmp_path / name).read_text().split()]
+        assert len(ids) == 4
         assert all(map(runs, ids))
         program.send_signal(end)
         assert program.wait(100.0) == -end
+    finally:
+        program.send_signal(signal.SIGKILL)
+        program.wait()
     assert eventually(lambda: not any(map(runs, ids)))

@@ -18,7 +18,6 @@ from torch import nn
 
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
-from composable_fsdp.testing import RanksError
 from tests._internals import (
     SLOT_BYTES,
     SWITCH,
@@ -37,6 +36,7 @@ from tests._internals import (
     smaller_shard_axis,
 )
 from tests._internals import segment as memory
+from tests.helpers.rank_process import RanksError
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import in_place, over_gloo
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import PeerError, fully_shard
-from composable_fsdp.testing import Delay, Fault, inject_faults
 from tests._internals import PATIENCE
 from tests.helpers.faults import Layers, build, error_of, inject_fault, is_last, step
+from tests.helpers.injected_faults import Delay, Fault, inject_faults
 from tests.helpers.known_watchdog import known_watchdog
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.slack import slack

@@ -40,7 +40,7 @@ begin = effects()
 """
 IMPORT = """
 import composable_fsdp, composable_fsdp.checkpoint, composable_fsdp.codecs, composable_fsdp.diagnostics
-import composable_fsdp.interop, composable_fsdp.optim, composable_fsdp.testing, composable_fsdp.wrap
+import composable_fsdp.interop, composable_fsdp.optim, composable_fsdp.wrap
 """
 SHARD = """
 import composable_fsdp

@@ -28,7 +28,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("wrap",),
     ("plugins",),
     ("checkpoint._archive",),
-    ("optim", "testing", "checkpoint._coordination"),
+    ("optim", "checkpoint._coordination"),
     ("_api.conversions",),
     ("init",),
     ("_api",),

@@ -1,4 +1,4 @@
-"""``run_ranks``: runs a function on several processes, and reports their failures as one readable error."""
+"""The processes of ``run_ranks``: what runs in them, how they are asked, and their failures as one readable error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -19,21 +17,16 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import SimpleQueue
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._consistency.rank_report import format_ranks
-from composable_fsdp.errors import ConfigurationError
-
-T = TypeVar("T")
+from tests._internals import format_ranks
 
 LOOPBACK = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # "lo0" on macOS
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
@@ -64,78 +57,9 @@ class RanksError(AssertionError):
         super().__init__("\n".join([headline, *parts]))
 
 
-def run_ranks(
-    function: Callable[..., T],
-    world_size: int,
-    *args: object,
-    timeout: float = 60.0,
-    environment: Mapping[str, str] = MappingProxyType({}),
-    lost: Collection[int] = (),
-    **kwargs: object,
-) -> list[T]:
-    """Run ``function(*args, **kwargs)`` on ``world_size`` processes at once, and return the results in rank order.
-
-    In each process ``torch.distributed`` is initialised with gloo on the loopback interface, torch computes with one
-    thread, all seeds are 0, and the caller's warning filters are in effect. Each call starts new processes, which takes
-    seconds, and kills them and their children at its end.
-
-    Args:
-        function: a function at the top level of a module that the processes can import by name. The function, its
-            arguments and results are pickled.
-        world_size: number of processes, at least 1.
-        environment: variables to set in the processes, in addition to the caller's environment.
-        timeout: seconds after which the function must have returned on all ranks, without the start of the processes.
-        lost: ranks that the function kills, stops or lets raise, to test the others. They have no result.
-
-    Raises:
-        RanksError: on a rank not in ``lost`` the function raised, died, or did not return in time.
-        ConfigurationError: the function or its arguments cannot be pickled for other processes.
-    """
-    __tracebackhide__ = True
-    job = pickled_job(function, world_size, args, kwargs)
-    # The system chooses the port and this process is the server, so concurrent runs cannot race for a port.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks: list[RankProcess] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for rank in range(world_size):
-                connection, theirs = Pipe()
-                with theirs:
-                    what = rank, world_size, store.port, theirs.fileno(), f"{folder}/{rank}"
-                    program = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main{what}"
-                    process = subprocess.Popen(
-                        [sys.executable, "-u", "-c", program],
-                        stdin=subprocess.DEVNULL,
-                        pass_fds=[theirs.fileno()],
-                        env={**os.environ, **VARIABLES, **environment},
-                        start_new_session=True,  # Ctrl-C is the caller's
-                    )
-                ranks.append(RankProcess(process, connection, Path(folder, str(rank))))
-            results_of(function, ask(ranks, pickle.dumps((os.getpid, (), {}, [])), START_TIMEOUT))
-            outcomes = ask(ranks, job, timeout, lost)
-        finally:
-            for each in ranks:
-                each.kill()
-    return results_of(function, outcomes, lost)
-
-
-def pickled_job(function: Callable[..., object], world_size: int, args: object, kwargs: object) -> bytes:
+def pickled_job(function: Callable[..., object], args: object, kwargs: object) -> bytes:
     """Pickle a call for :func:`run_job`, with the warning filters: an error in a test is then an error on its ranks."""
-    name = _name(function)
-    if world_size < 1:
-        raise ConfigurationError(f"run_ranks needs at least one rank, not {world_size}.")
-    if function.__module__ == "__main__":
-        raise ConfigurationError(
-            f"run_ranks: other processes cannot import {name} from the script that was started. "
-            "Move it to a module and import it from there."
-        )
-    try:
-        return pickle.dumps((function, args, kwargs, list(warnings.filters)))
-    except Exception as error:
-        raise ConfigurationError(
-            f"run_ranks: {name} and its arguments cannot be sent to other processes: {error}. The function must stand "
-            "at the top of a module, and the arguments must be picklable."
-        ) from error
+    return pickle.dumps((function, args, kwargs, list(warnings.filters)))
 
 
 class Outcome(NamedTuple):
@@ -230,7 +154,7 @@ def function_stack(stacks: str) -> str:
 
     Empty if no thread has the frame of :func:`run_job`, which is also missing if a deep stack was truncated.
     """
-    found = re.search(r'((?:  File .*\n)*)  File ".*testing/ranks\.py", line \d+ in run_job\n', stacks)
+    found = re.search(r'((?:  File .*\n)*)  File ".*helpers/rank_process\.py", line \d+ in run_job\n', stacks)
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', found[1] if found else "")
     return "".join(traceback.format_list([(f, int(line), name, None) for f, line, name in reversed(frames)])).rstrip()
 
@@ -276,11 +200,7 @@ def run_job(job: bytes) -> Outcome:
         with warnings.catch_warnings():
             warnings.filters = filters
             result = function(*args, **kwargs)
-        try:
-            return Outcome(pickle.dumps(result))
-        except Exception as error:
-            kind = type(result).__qualname__
-            raise TypeError(f"The result, a {kind}, cannot be sent to the caller of run_ranks: {error}") from error
+        return Outcome(pickle.dumps(result))
     except BaseException as error:  # exit() and pytest.fail() must reach the caller too
         first_line = f"{type(error).__name__}: {error}".splitlines()[0]
         own_frame = error.__traceback__

@@ -24,12 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp._core.comm import DONE, SUM, Around, Collective, Communicator, Transfer
-from composable_fsdp._core.hooks import root_of
-from composable_fsdp._core.layout import ReduceOp
-from composable_fsdp._core.memory import Work
-from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.plugins import SUM, Around, Collective, Communicator, ReduceOp, Transfer, Work
+from tests._internals import DONE, find_state, root_of
 
 
 class Effect(Protocol):
