@@ -8,8 +8,7 @@ the time of a step relative to the best size on the same machine, over all model
 
 ``Muon`` sends matrices in bfloat16, and the next bucket is on its way while one is computed and the last one returns.
 ``offload_optimizer`` moves 8 bytes for each parameter in each direction with AdamW. The update of a bucket takes the
-bandwidth of the device's memory, or the host's time to launch it. With ``Muon``, only the operations of the slowest
-owner of each bucket are counted: owners idle where a bucket has few matrices.
+bandwidth of the device's memory, or the host's time to launch it.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ LAUNCHES = (50e-6, 200e-6, 1e-3)
 DEVICE_MEMORY = 2000 * GB
 TRAFFIC = 2.5
 """Bytes that an update of AdamW moves in the device's memory for each byte of state."""
-STATE_BYTES, MOMENTUM_BYTES = 8, 4
-"""Bytes of state for each parameter, of AdamW and of Muon."""
+STATE_BYTES = 8
+"""Bytes of state for each parameter, of AdamW."""
 
 
 class Bucket(NamedTuple):
@@ -104,33 +103,6 @@ def muon_step(model: str, ranks: int, latency: float, per_rank: float, bandwidth
     return times
 
 
-def offloaded_muon_step(model: str, ranks: int) -> list[float]:
-    """Return the operations of the slowest owners, bucket after bucket of offloaded state, in a measure of its own."""
-    shapes = matrices(model)
-    times = []
-    for bucket_bytes in BUCKETS:
-        limit = max(bucket_bytes, max(MOMENTUM_BYTES * prod(shape) for shape in shapes))
-        operations = filled = 0.0
-        bucket: list[float] = []
-        for rows, columns in shapes:
-            nbytes = MOMENTUM_BYTES * ceil(rows / ranks) * columns
-            if filled + nbytes > limit:
-                operations += slowest(bucket, ranks)
-                bucket, filled = [], 0.0
-            bucket.append(newton_schulz_cost(rows, columns))
-            filled += nbytes
-        times.append(operations + slowest(bucket, ranks))
-    return times
-
-
-def slowest(costs: Sequence[float], ranks: int) -> float:
-    """Return the largest cost of an owner."""
-    loads = [0.0] * ranks
-    for cost, owner in zip(costs, assign_owners(costs, ranks), strict=True):
-        loads[owner] += cost
-    return max(loads)
-
-
 def offload_step(model: str, ranks: int, link: float, launch: float) -> list[float]:
     state = STATE_BYTES * sum(map(prod, matrices(model))) / ranks
     times = []
@@ -170,8 +142,7 @@ def main() -> None:
     models, ranks = (["8B"], RANKS[:2]) if arguments.quick else (list(MODELS), RANKS)
     muon = [muon_step(*each) for each in product(models, ranks, LATENCIES, PER_RANK, BANDWIDTHS, FLOPS)]
     offload = [offload_step(*each) for each in product(models, ranks, HOST_LINKS, LAUNCHES)]
-    offloaded_muon = [offloaded_muon_step(*each) for each in product(models, ranks)]
-    steps = {"Muon": muon, "offload_optimizer, AdamW": offload, "offload_optimizer, Muon": offloaded_muon}
+    steps = {"Muon": muon, "offload_optimizer, AdamW": offload}
     rows = [{"of": name, **row} for name, found in steps.items() for row in rows_of(found)]
     settings = {"models": ", ".join(models), "ranks": ", ".join(map(str, ranks))}
     publish("bucket_bytes, on a model", settings, list(rows[0]), rows, arguments.out)

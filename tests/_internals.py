@@ -89,7 +89,6 @@ if TYPE_CHECKING:
     from composable_fsdp.optim._owner_plan import (assign_owners, cut_buckets, message_limit, newton_schulz_cost,
         replicas_together)
     from composable_fsdp.optim._owner_units import AxisCut, Slot, Tiling, Unit, axis_cuts, tiling_of
-    from composable_fsdp.optim.offload_optimizer import _offloads as optimizer_offloads
     from composable_fsdp.plan import dry_run
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
     from composable_fsdp.plan.make_plan import pinned_waste

@@ -21,8 +21,6 @@ def class_step(optimizer: Optimizer) -> Step:
     return cast(Step, cast(Any, type(optimizer)).step.__wrapped__)
 
 
-_updates: WeakKeyDictionary[Callable[..., Any], Step] = WeakKeyDictionary()
-"""The functions that the steps of single objects call, without hooks."""
 _unasked: WeakKeyDictionary[Callable[..., Any], Step | None] = WeakKeyDictionary()
 """The steps that no call of the user has put in, with the scheduler's step that each has replaced, if there was one."""
 
@@ -51,22 +49,19 @@ def restore_step(optimizer: Optimizer) -> None:
             vars(optimizer)["step"] = before
 
 
-def update_of(optimizer: Optimizer, call: str, *, is_first: bool = True) -> Step:
-    """Return the step without hooks: that of the class, or, unless ``is_first``, that by which ours replaced it.
+def update_of(optimizer: Optimizer, call: str) -> Step:
+    """Return the step without hooks, for ``call`` to replace it.
 
     Raises:
         ConfigurationError: it has been replaced before ``call``, the name of a function, does.
     """
     restore_step(optimizer)
-    replaced = vars(optimizer).get("step")
-    if replaced is None:
-        return class_step(optimizer)
-    if is_first or replaced not in _updates:
+    if "step" in vars(optimizer):
         raise ConfigurationError(
             f"the step of this {type(optimizer).__name__} has been replaced already, by a learning-rate scheduler, "
             f"another library or an earlier call. Call {call} once, before anything else gets the optimizer."
         )
-    return _updates[replaced]
+    return class_step(optimizer)
 
 
 def replace_step(optimizer: Optimizer, update: Step, *, unasked: bool = False) -> None:
@@ -103,7 +98,6 @@ def replace_step(optimizer: Optimizer, update: Step, *, unasked: bool = False) -
             )
         return step_of(this, *args, **kwargs)
 
-    _updates[step] = update
     if unasked:
         _unasked[step] = before
     cast(Any, step).__func__ = step_of  # learning-rate schedulers read it: they expect a bound method

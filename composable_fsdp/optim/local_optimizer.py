@@ -56,7 +56,7 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     """
     _check(optimizer, elementwise)
-    replace_step(optimizer, _on_shards(update_of(optimizer, "local_optimizer")))
+    replace_step(optimizer, on_shards(update_of(optimizer, "local_optimizer")))
     return optimizer
 
 
@@ -77,11 +77,16 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
         )
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether ``local_optimizer`` takes ``optimizer`` without ``elementwise``."""
+    return type(optimizer) in ELEMENTWISE and not _is_differentiable(optimizer)
+
+
 def _is_differentiable(optimizer: Optimizer) -> bool:
     return any(group.get("differentiable") for group in optimizer.param_groups)
 
 
-def _on_shards(update: Step, *, unasked: bool = False) -> Step:
+def on_shards(update: Step, *, unasked: bool = False) -> Step:
     """Return ``update``, the step of an optimizer's class, with local copies in place of sharded parameters."""
 
     def carry_out(optimizer: Optimizer, **options: Any) -> Any:
@@ -126,5 +131,5 @@ class LocalSteps(Observer):
             vars(optimizer)[_SEEN_ATTRIBUTE] = True
             sharded = [local_part(parameter) for parameter, _ in sharded_parameters(optimizer)]
             on_host = bool(sharded) and all(is_host(shard.device) for shard in sharded)
-            if on_host and is_torch_step(optimizer) and not _is_differentiable(optimizer):
-                replace_step(optimizer, _on_shards(class_step(optimizer), unasked=True), unasked=True)
+            if on_host and is_torch_step(optimizer) and is_elementwise(optimizer):
+                replace_step(optimizer, on_shards(class_step(optimizer), unasked=True), unasked=True)

@@ -182,10 +182,6 @@ class Muon(Optimizer):
         self._step_adamw([group for group in self.param_groups if group["algorithm"] == "adamw"])
         return loss
 
-    def _is_exchanged(self, group: Mapping[str, Any]) -> bool:
-        """Return whether ranks exchange the parameters of ``group``: ``offload_optimizer`` asks."""
-        return bool(group["algorithm"] == "muon")
-
     def _step_adamw(self, groups: list[dict[str, Any]]) -> None:
         if not groups:
             return

@@ -84,7 +84,6 @@ def owner_step(optimizer: OptimizerT, *, cost: Cost = matrix_cost, bucket_bytes:
         raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
     update = update_of(optimizer, "owner_step")
     replace_step(optimizer, with_closure(update, _OwnerStep(update, cost, bucket_bytes).carry_out))
-    cast(Any, optimizer)._is_exchanged = lambda group: True
     return optimizer
 
 

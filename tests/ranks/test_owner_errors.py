@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from composable_fsdp import DivergenceError, Muon, PeerError, fully_shard, owner_step
 from composable_fsdp.optim import muon
 from tests._internals import Exchange
-from tests.helpers.host_as_device import host_as_device, offload
 from tests.helpers.models import seeded
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, full_value
@@ -86,19 +85,6 @@ def step_with_other_gradients(name: str, missing: tuple[str, ...]) -> None:
 def test_gradients_of_different_parameters_are_an_error_on_all_ranks(name: str) -> None:
     run_ranks(step_with_other_gradients, 2, name, ("", "down.weight"))
     run_ranks(step_with_other_gradients, 4, name, ("up.weight", "", "again.weight", ""))  # of equal sizes
-
-
-@pytest.mark.behaviour("H-05")
-@pytest.mark.parametrize("name", MAKERS)
-@on_ranks(2)
-@host_as_device()
-def test_gradients_of_different_parameters_are_an_error_also_with_offloaded_state(name: str) -> None:
-    """Each parameter is a bucket. The ranks lack the gradients of two parameters of one shape."""
-    model, optimizer = trained(name)
-    offload(optimizer, bucket_bytes=1)
-    model.get_parameter(("up.weight", "again.weight")[dist.get_rank()]).grad = None
-    with pytest.raises(DivergenceError, match=r"different parameters: 'up\.weight' on ranks \[1\] only"):
-        optimizer.step()
 
 
 @pytest.mark.behaviour("C-04")
