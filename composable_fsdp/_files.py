@@ -98,15 +98,12 @@ class Directory:
         file.close()
         raise OSError(errno.EINVAL, "this is not the file that was made here", str(self.path / name))
 
-    def write(self, name: str, text: str) -> None:
-        """Write ``text`` to the new file ``name``, and to disk."""
+    def write(self, name: str, data: bytes) -> None:
+        """Write ``data`` to the new file ``name``, and to disk."""
         with open(name, "xb", opener=self.opener) as file:
-            file.write(text.encode())
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
-
-    def rename(self, name: str, new: str) -> None:
-        os.replace(name, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def move(self, name: str, target: Path) -> None:
         """Move the file ``name`` to another directory."""

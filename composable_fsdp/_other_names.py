@@ -30,6 +30,7 @@ REMOVED_KEYWORDS = {
     '"algorithm": "muon".',
     ("offload_optimizer", "keep_bytes"): "all state rests in host memory. Leave it out, or make two optimizers, and "
     "offload one of them.",
+    ("load", "restore_rng"): "leave it out, and seed torch after load to begin with other random numbers.",
     **{(function, "averages"): _AVERAGED for function in ("save", "load")},
     **{(function, "weights_only"): _ADMIT for function in ("save", "load")},
 }

@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._dcp import save as checkpoint_save
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint
     from composable_fsdp.checkpoint._dcp.metadata import chunks_overlap, read_metadata
-    from composable_fsdp.checkpoint._dcp.save import SavePlanner
     from composable_fsdp.checkpoint._safetensors import Replacement, StoredTensors, TensorSpec, dtype_code
     from composable_fsdp.checkpoint._state_dict import model
     from composable_fsdp.checkpoint._state_dict.inner_tensors import Record

@@ -699,7 +699,7 @@ class Replacement:
             size = sum(spec.nbytes for file in self.files for spec in file.tensors)
             names = {spec.name: file.name for file in self.files for spec in file.tensors}
             index = {"metadata": {"total_size": size}, "weight_map": names}
-            aside.write(INDEX, json.dumps(index, indent=2, ensure_ascii=False))
+            aside.write(INDEX, json.dumps(index, indent=2, ensure_ascii=False).encode())
             sync(self.folder)
             aside.move(INDEX, self.folder / INDEX)
         sync(self.folder)

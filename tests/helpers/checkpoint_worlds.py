@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 
 from composable_fsdp import CPUOffloadPolicy, fully_shard
 from composable_fsdp.errors import CheckpointError
-from tests._internals import SavePlanner, extent_of, gather, like, shardings_of, states_below
+from tests._internals import checkpoint_save, extent_of, gather, like, shardings_of, states_below
 from tests.helpers.model_parallel import Pair, named_mesh, parallelize_pairs
 from tests.helpers.models import Task
 
@@ -191,13 +191,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
-        resolve = SavePlanner.resolve_data
+        file_data = checkpoint_save.file_data
 
-        def waits(planner: SavePlanner, item: Any) -> Any:
+        def waits(value: Any) -> Any:
             assert self.opened.wait(30)
-            return resolve(planner, item)
+            return file_data(value)
 
-        monkeypatch.setattr(SavePlanner, "resolve_data", waits)
+        monkeypatch.setattr(checkpoint_save, "file_data", waits)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps: range, ranks: int = 1) -> None:

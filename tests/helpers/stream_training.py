@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, save, state_dict
 from composable_fsdp.codecs import ErrorFeedback, Int8
-from tests._internals import PendingSave, SavePlanner, checkpoint_save
+from tests._internals import PendingSave, checkpoint_save
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
 from tests.simulation.nccl import alone_backend
@@ -221,18 +221,17 @@ def _on_host(block: torch.Tensor) -> torch.Tensor:
 
 def _save(model: Any) -> None:
     """Save in the background. The thread runs at once, since only this thread is simulated."""
-    resolve = SavePlanner.resolve_data
+    file_data = checkpoint_save.file_data
 
-    def read(self: Any, item: Any) -> Any:
+    def read(value: Any) -> Any:
         """Read the block by an operation, since writers of files read from its address."""
-        block = resolve(self, item)
-        assert not isinstance(block, torch.Tensor) or block.sum() is not None
-        return block
+        assert not isinstance(value, torch.Tensor) or value.sum() is not None
+        return file_data(value)
 
     with (
         TemporaryDirectory() as folder,
         mock.patch.object(checkpoint_save, "_on_host", _on_host),
-        mock.patch.object(SavePlanner, "resolve_data", read),
+        mock.patch.object(checkpoint_save, "file_data", read),
         mock.patch.object(PendingSave, "start", lambda _, action: action()),
     ):
         save(folder, model, asynchronous=True)

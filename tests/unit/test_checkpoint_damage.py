@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import logging
 import os
@@ -31,7 +30,7 @@ from composable_fsdp.checkpoint import (
     save_safetensors,
 )
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
-from tests._internals import PartialCheckpoint, SavePlanner, directory, read_metadata
+from tests._internals import PartialCheckpoint, checkpoint_save, directory, read_metadata
 from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate, unreadable
 
 pytestmark = pytest.mark.behaviour("F-12")
@@ -213,7 +212,8 @@ def test_sizes_are_compared_even_if_checksums_are_not(tmp_path: Path) -> None:
 def damage_last_item(path: Path) -> None:
     """Overwrite the last tensor that was written and its container with zeros, without changing sizes."""
     metadata = read_metadata(path)
-    item = max(metadata.storage_data.values(), key=lambda item: item.offset)
+    tensors = [place for index, place in metadata.storage_data.items() if index.offset is not None]
+    item = max(tensors, key=lambda item: item.offset)
     data = bytearray((path / item.relative_path).read_bytes())
     data[item.offset : item.offset + item.length] = bytes(item.length)
     (path / item.relative_path).write_bytes(data)
@@ -392,13 +392,13 @@ def test_steps_and_deletion(tmp_path: Path) -> None:
     assert save(tmp_path, model).step == 0
     assert save(tmp_path, model, extra={"step": 8}).step == 8
     assert save(tmp_path, model, extra={"step": 8}, step=5).step == 5
-    assert save(tmp_path, model, extra={"step": "ten"}, keep_last=3).step == 9
+    assert save(tmp_path, model, extra={"epoch": 2}, keep_last=3).step == 9
     assert files_of(tmp_path) == [".lock", "step-00000005", "step-00000008", "step-00000009"]
     assert save(tmp_path, model, step=1, keep_last=2).step == 1
     assert files_of(tmp_path) == [".lock", "step-00000001", "step-00000009"]
     with pytest.raises(ConfigurationError, match="keep_last must be at least 1, not 0: the new checkpoint is one"):
         save(tmp_path, model, keep_last=0)
-    with pytest.raises(ConfigurationError, match="step must not be negative, but is -1"):
+    with pytest.raises(ConfigurationError, match="step must be an int of at least 0, not -1, also in extra"):
         save(tmp_path, model, step=-1)
 
 
@@ -418,10 +418,10 @@ def test_a_failed_save_leaves_existing_files_unchanged(tmp_path: Path, monkeypat
     before = state_of(model)
     save(tmp_path, model, optimizer, step=4)
 
-    def full(self: SavePlanner, item: object) -> torch.Tensor:
+    def full(value: object) -> bytes:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(SavePlanner, "resolve_data", full)
+    monkeypatch.setattr(checkpoint_save, "file_data", full)
     for asynchronous in (False, True):
         nn.init.zeros_(model.first.weight)
         with pytest.raises(CheckpointError, match=r"saving .*step-00000004: OSError: .*No space left on device"):
@@ -439,13 +439,13 @@ def test_a_failed_save_leaves_existing_files_unchanged(tmp_path: Path, monkeypat
 def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     before, go = state_of(model), threading.Event()
-    resolve = SavePlanner.resolve_data
+    file_data = checkpoint_save.file_data
 
-    def waits(self: SavePlanner, item: Any) -> torch.Tensor | io.BytesIO:
+    def waits(value: Any) -> Any:
         assert go.wait(30)
-        return resolve(self, item)
+        return file_data(value)
 
-    monkeypatch.setattr(SavePlanner, "resolve_data", waits)
+    monkeypatch.setattr(checkpoint_save, "file_data", waits)
     pending = save(tmp_path, model, optimizer, {"step": 1}, asynchronous=True)
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
@@ -480,9 +480,9 @@ def test_what_load_refuses_save_refuses_too(tmp_path: Path) -> None:
     model, optimizer = trained()
     for value in (numpy.float64(0.5), numpy.int64(3), numpy.ones(2), Path("data"), print, torch.nn.Linear(1, 1)):
         with pytest.raises(
-            CheckpointError, match=r"extra\['step'\] cannot be saved: .* does not admit.*strings, lists, dicts and ten"
+            CheckpointError, match=r"extra\['best'\] cannot be saved: .* does not admit.*strings, lists, dicts and ten"
         ):
-            save(tmp_path, model, extra={"step": value})
+            save(tmp_path, model, extra={"best": value})
         optimizer.param_groups[0]["weight_decay"] = value
         with pytest.raises(CheckpointError, match=r"optimizer\.param_groups\[0\]\['weight_decay'\] cannot be saved: "):
             save(tmp_path, model, optimizer)
@@ -556,8 +556,11 @@ def test_swapped_arguments_are_named_with_their_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", ["7", 7.0])
 def test_a_step_that_is_no_int_is_refused(tmp_path: Path, step: Any) -> None:
-    with pytest.raises(ArgumentTypeError, match=rf"^step must be an int, not {step!r}\.$"):
+    text = rf"^step must be an int of at least 0, not {step!r}, also in extra\.$"
+    with pytest.raises(ConfigurationError, match=text):
         save(tmp_path, *trained(), step=step)
+    with pytest.raises(ConfigurationError, match=text):
+        save(tmp_path, *trained(), {"step": step})
 
 
 def test_a_step_may_be_any_kind_of_integer(tmp_path: Path) -> None:

@@ -38,11 +38,11 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 
 _NAME = re.compile(r"step-(\d{8,})(\.partial|\.old|\.deleted)?")
-_PARTIAL, _OLD, _DELETED = ".partial", ".old", ".deleted"
+PARTIAL, _OLD, _DELETED = ".partial", ".old", ".deleted"
 _LOCK = ".lock"
 
 
-def _name_of(step: int, suffix: str = "") -> str:
+def name_of(step: int, suffix: str = "") -> str:
     return f"step-{step:08d}{suffix}"
 
 
@@ -59,7 +59,7 @@ def _entries(path: str | os.PathLike[str]) -> dict[str, tuple[int, str]]:
     except OSError as error:
         raise CheckpointError(f"{os.fspath(path)} cannot be listed: {error.strerror}.") from error
     found = {match[0]: (int(match[1]), match[2] or "") for match in map(_NAME.fullmatch, names) if match}
-    return {name: parsed for name, parsed in found.items() if name == _name_of(*parsed)}
+    return {name: parsed for name, parsed in found.items() if name == name_of(*parsed)}
 
 
 def has_file(path: Path) -> bool:
@@ -107,7 +107,7 @@ def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
     """
     given = Path(path)
     parsed = _NAME.fullmatch(given.name)
-    if parsed and parsed[2] in (_PARTIAL, _DELETED):
+    if parsed and parsed[2] in (PARTIAL, _DELETED):
         raise CheckpointError(f"{given} is not complete: its save, or its deletion, did not come to an end.")
     if has_file(given / MANIFEST):
         return [given]
@@ -118,7 +118,7 @@ def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
     found = list(candidates(given).values())[::-1] if given.is_dir() else []
     if not found:
         names = _entries(given).items() if given.is_dir() else ()
-        unfinished = [name for name, (_, suffix) in names if suffix == _PARTIAL]
+        unfinished = [name for name, (_, suffix) in names if suffix == PARTIAL]
         hint = f" Never finished: {', '.join(unfinished)}." if unfinished else ""
         what = "no complete checkpoint is in it" if given.exists() else "it does not exist"
         raise CheckpointError(f"{given} is not a checkpoint, and {what}.{hint}")
@@ -136,8 +136,8 @@ class PartialCheckpoint:
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self.step = step
-        self.final = path / _name_of(step)
-        self.partial = path / _name_of(step, _PARTIAL)
+        self.final = path / name_of(step)
+        self.partial = path / name_of(step, PARTIAL)
         self._has_ended = False
         with ExitStack() as held:
             held.callback(os.close, _acquire_lock(path))
@@ -148,7 +148,7 @@ class PartialCheckpoint:
     def commit(self, keep_last: int | None = None) -> None:
         """Move the written files, already synced, to ``final``. Then delete all but the ``keep_last`` highest steps."""
         self._directory.sync()
-        old = self._path / _name_of(self.step, _OLD)
+        old = self._path / name_of(self.step, _OLD)
         replaces = os.path.lexists(self.final)
         if replaces:
             self.final.rename(old)
@@ -177,9 +177,9 @@ class PartialCheckpoint:
 
 def _clean_up(path: Path) -> None:
     for name, (step, suffix) in _entries(path).items():
-        if suffix == _OLD and not os.path.lexists(path / _name_of(step)):
-            (path / name).rename(path / _name_of(step))  # killed between the two renames of a commit
-        elif suffix in (_OLD, _PARTIAL):
+        if suffix == _OLD and not os.path.lexists(path / name_of(step)):
+            (path / name).rename(path / name_of(step))  # killed between the two renames of a commit
+        elif suffix in (_OLD, PARTIAL):
             _remove(path / name)
         elif suffix == _DELETED:
             delete(path / name)
@@ -249,7 +249,7 @@ class Manifest:
 
     def write(self, folder: Directory) -> None:
         body = {"format": FORMAT, **asdict(self)}
-        folder.write(MANIFEST, json.dumps({"crc32": _checksum(body), "manifest": body}, indent=1))
+        folder.write(MANIFEST, json.dumps({"crc32": _checksum(body), "manifest": body}, indent=1).encode())
 
     def share(self, rank: int = 0, ranks: int = 1) -> dict[str, FileRecord]:
         """Return the files that ``rank`` of ``ranks`` checks: each file once, about as many bytes on each rank."""

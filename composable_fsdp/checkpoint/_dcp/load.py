@@ -47,7 +47,6 @@ from composable_fsdp.checkpoint._dcp.metadata import read_metadata
 from composable_fsdp.checkpoint._dcp.save import (
     Contents,
     ContentsPath,
-    communication_of,
     contents_of,
     decoded,
     key_of,
@@ -68,7 +67,6 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
 )
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, prepare_for_access
 from composable_fsdp.errors import CheckpointError, printable
-from composable_fsdp.plugins.codecs.communication_state import CommunicationState
 from composable_fsdp.policies import checks_keywords
 
 logger = logging.getLogger(__name__)
@@ -83,7 +81,6 @@ def load(
     strict: bool = True,
     verify: bool = True,
     fallback: bool = False,
-    restore_rng: bool = True,
     timeout: float = TIMEOUT,
 ) -> dict[str, Any]:
     """Load a checkpoint into ``model`` and ``optimizer``, on any mesh and any number of ranks.
@@ -94,7 +91,7 @@ def load(
     Everything is checked before anything is changed. Only if no checksums were compared, with ``verify=False`` or
     without a manifest, damage may be found during reading; the error then says that the model is loaded in part.
 
-    Random number generators and the state of error-feedback codecs are restored only on the number of ranks that saved.
+    Random number generators of torch are restored only on the number of ranks that saved.
 
     Args:
         path: a checkpoint, or a folder of them, of which the newest is loaded. Also one of
@@ -107,7 +104,6 @@ def load(
         verify: compare checksums; otherwise only the presence and sizes of files. Each file is read by one rank.
         fallback: if checkpoints in the folder ``path`` are damaged, load the newest intact one and log the damage.
             Without it, a damaged newest checkpoint is an error that names the newest intact one.
-        restore_rng: restore the random number generators.
         timeout: seconds that ranks wait for each other, here and in each exchange.
 
     Returns:
@@ -132,17 +128,17 @@ def load(
     restore = _Restore(folder, model, optimizer)
     failure: Exception | None = None
 
-    def match() -> _Fit:
+    def match() -> Mismatch:
         metadata = with_plain_names(read_metadata(folder, manifest))
-        kinds = ("model.", "classes.", "communication.", own, *(() if optimizer is None else ("optimizer.",)))
+        kinds = ("model.", "classes.", own, *(() if optimizer is None else ("optimizer.",)))
         keys = [key for key in metadata.state_dict_metadata if key.startswith(kinds)]
         return restore.match(metadata, read_objects(folder, metadata, keys))
 
     def read_all() -> tuple[bool, str, list[str]]:
         nonlocal failure
         try:
-            restore.run(communication=with_codecs)
-            if restore_rng and same_ranks and (state := restore.objects.get(f"{own}random")) is not None:
+            restore.run()
+            if same_ranks and (state := restore.objects.get(f"{own}random")) is not None:
                 set_random_state(state)
         except Exception as error:
             failure = error
@@ -157,9 +153,15 @@ def load(
             raise CheckpointError(f"{folder} could not be loaded: {text}. {state}{advice}")
         return list(dict.fromkeys(key for *_, keys in reads for key in keys))
 
-    with_codecs = ranks.combine(
-        what, match, lambda fits: _decide(fits, f"{folder} does not fit {type(model).__name__}", strict, same_ranks)
-    )
+    def decide(found: list[Mismatch]) -> None:
+        mismatches = dict(enumerate(found))
+        leave_common_unexpected(found)
+        problem = f"{folder} does not fit {type(model).__name__}"
+        refuse(problem, mismatches, () if strict else ("missing", "unexpected", "dtypes", "others"))
+        if differences := mismatch_text(mismatches):
+            logger.warning("%s. It is loaded in part.\n%s", problem, printable(differences))
+
+    ranks.combine(what, match, decide)
     try:
         quantized = ranks.combine(what, read_all, check_reads)
     except CheckpointError as error:
@@ -212,29 +214,6 @@ def _examine(ranks: RankGroup, what: str, checkpoint: Path, contents: bool) -> t
     return manifest, ranks.combine(what, first_problem, together)
 
 
-_Fit = tuple[Mismatch, bool, bool | None]
-"""The findings of one rank: differences, whether the checkpoint has codec state, and whether that has the shapes of the
-model's (``None``: it has no such codecs)."""
-
-
-def _decide(fits: list[_Fit], what: str, strict: bool, same_ranks: bool) -> bool:
-    """Raise or warn about differences, and return whether to load the codec state."""
-    mismatches = {rank: mismatch for rank, (mismatch, _, _) in enumerate(fits)}
-    leave_common_unexpected(mismatches.values())
-    refuse(what, mismatches, () if strict else ("missing", "unexpected", "dtypes", "others"))
-    if differences := mismatch_text(mismatches):
-        logger.warning("%s. It is loaded in part.\n%s", what, printable(differences))
-    codecs = {fits_communication for _, _, fits_communication in fits}
-    loads = same_ranks and True in codecs and False not in codecs
-    if not loads and (codecs != {None} or fits[0][1]):
-        logger.warning(
-            "%s: the state of codecs with error feedback is not loaded: it was saved on another number of ranks "
-            "or with other codecs. Only the compression error of one step is lost.",
-            what,
-        )
-    return loads
-
-
 def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
     """Read and deserialize the values of ``keys`` that are no tensors, or settings of an optimizer.
 
@@ -285,7 +264,7 @@ class _Restore:
     _params: OptimizerParams | None = None
     _groups: list[Mapping[str, Any] | None] = field(default_factory=list)
 
-    def match(self, metadata: Metadata, objects: Mapping[str, Any]) -> _Fit:
+    def match(self, metadata: Metadata, objects: Mapping[str, Any]) -> Mismatch:
         """Compare the checkpoint with the state to load."""
         self._metadata, self._saved, self.objects = metadata, metadata.state_dict_metadata, objects
         records = {key.removeprefix("classes."): value for key, value in objects.items() if key.startswith("classes.")}
@@ -294,17 +273,10 @@ class _Restore:
         self._match_contents(contents_of(self._model))
         if self._optimizer is not None:
             self._match_optimizer(self._optimizer)
-        self._communication = communication_of(self._model)
-        residuals = ((self._saved.get(f"communication.{n}.residual"), e) for n, e in self._communication.items())
-        fits = all(_fits(residual, each["residual"]) for residual, each in residuals)
-        has_codec_state = any(key.startswith("communication.") for key in self._saved)
-        return self._mismatch, has_codec_state, fits if self._communication else None
+        return self._mismatch
 
-    def run(self, *, communication: bool) -> None:
+    def run(self) -> None:
         """Read this rank's shards of everything. If it raises and ``has_changed``, the model is loaded in part."""
-        if communication:
-            for name, each in self._communication.items():
-                self._parts[f"communication.{name}.residual"] = LocalShard(each["residual"])
 
         def changed() -> None:
             self.has_changed = True
@@ -324,8 +296,6 @@ class _Restore:
                 self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
         if self._params is not None:
             self._params.load(self._groups, self._state, self._has_dtype_of_parameter)
-        if communication and self._communication:
-            CommunicationState(self._model).load_state_dict(self._communication)
 
     def _match_contents(self, contents: Contents) -> None:
         registered = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}

@@ -8,7 +8,6 @@
                                           param groups, with parameter names in ``params``
 ``optimizer.param_groups.<i>.<setting>``  the same settings as torch reads them: without types of keys and empty dicts;
                                           with a parameter's name in place of ``<i>`` for torch's flattened state dicts
-``communication.<name>.residual``         state of codecs with error feedback
 ``ranks.<rank>.extra``, ``….random``      the ``extra`` of each rank; its random number generators
 ``classes.<key>``                         ``Record`` (``inner_tensors.py``) of a tensor subclass that is saved as inner
                                           tensors under ``<key>.<inner>``, or is opaque (``opaque_state.py``)
@@ -16,7 +15,7 @@
 
 Names are those of the model without wrappers such as ``torch.compile``.
 
-The planner and the writer are those of ``torch.distributed.checkpoint`` (DCP), but blocks are those of ``LocalShard``,
+The planner and the format are those of ``torch.distributed.checkpoint`` (DCP), but blocks are those of ``LocalShard``,
 since placements cannot describe every shard of a tensor-parallel shard; objects are serialized when the save is
 planned, before training goes on; each rank copies to host memory only what it writes; and files get checksums.
 """
@@ -26,32 +25,27 @@ from __future__ import annotations
 import io
 import operator
 import os
-import random
+import pickle
 import struct
-import sys
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim import Optimizer
 from torch.utils.serialization import config as serialization_config
 
 from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp._core.params import is_wrapper
-from composable_fsdp._core.state import states_below
 from composable_fsdp._extents import like
 from composable_fsdp._files import Directory
 from composable_fsdp.checkpoint._archive import check_archive
@@ -64,7 +58,15 @@ from composable_fsdp.checkpoint._coordination import (
     meet,
     said,
 )
-from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, candidates
+from composable_fsdp.checkpoint._dcp.directory import (
+    METADATA,
+    PARTIAL,
+    FileRecord,
+    Manifest,
+    PartialCheckpoint,
+    candidates,
+    name_of,
+)
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.model import check_meshes
 from composable_fsdp.checkpoint._state_dict.opaque_state import pickled
@@ -95,7 +97,6 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
 )
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from composable_fsdp.plugins.checks.optimizer_checks import why_not_pickled
-from composable_fsdp.plugins.codecs.communication_state import CommunicationState
 from composable_fsdp.policies import checks_keywords
 
 ContentsPath = tuple[Any, ...]
@@ -140,12 +141,10 @@ def merge(contributions: Sequence[Contribution]) -> Contribution:
     layouts: Layouts = {}
     for rank, each in enumerate(contributions):
         for name, layout in each.layouts.items():
-            first = layouts.setdefault(name, layout)
-            if first != layout and (differing := kinds_of(first).items() ^ kinds_of(layout).items()):
-                paths = ", ".join(sorted({key_of(path) for path, _ in differing}))
+            if kinds_of(layouts.setdefault(name, layout)) != kinds_of(layout):
                 raise CheckpointError(
-                    f"the optimizer state of {name} on rank {rank} is another than on ranks before it, in "
-                    f"{paths or 'all of it'}, but only one is saved. Have all ranks make the same steps."
+                    f"the optimizer state of {name} on rank {rank} is another than on ranks before it, but only one is "
+                    "saved. Have all ranks make the same steps."
                 )
     return Contribution(groups, layouts, {}, {}, inner_tensors.agreed([each.inner for each in contributions]))
 
@@ -180,10 +179,11 @@ class Contents:
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
         params = OptimizerParams(model, optimizer)
         trees, groups = params.packed()
-        for group in groups:
-            names = group["params"]
-            index = sum(group["params"] == names for group in self.groups.values())
-            self.groups[index, tuple(names)] = {key: on_host(value) for key, value in group.items()}
+        for number, group in enumerate(groups):
+            for name, value in group.items():  # ranks exchange them before they are planned
+                serialized(f"optimizer.param_groups[{number}][{name!r}]", value)
+            index = sum(each["params"] == group["params"] for each in self.groups.values())
+            self.groups[index, tuple(group["params"])] = {key: on_host(value) for key, value in group.items()}
         layouts = {name: self._add_tree(params.members[name], tree) for name, tree in trees.items()}
         self.layouts = {name: layout for name, layout in layouts.items() if not _is_empty(params.members[name])}
 
@@ -210,9 +210,7 @@ class Contents:
         remaining = iter(kinds)
         return layout_of(tree, lambda _: next(remaining))
 
-    def add_rank(self, model: nn.Module, rank: int, extra: Mapping[str, Any]) -> None:
-        for name, kept in communication_of(model).items():
-            self.parts["communication", name, "residual"] = LocalShard(kept["residual"])
+    def add_rank(self, rank: int, extra: Mapping[str, Any]) -> None:
         self.objects["ranks", str(rank), "extra"] = extra
         self.objects["ranks", str(rank), "random"] = _random_state()
 
@@ -280,34 +278,25 @@ def contents_of(model: nn.Module) -> Contents:
     return contents
 
 
-def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the ``residual`` of the error-feedback codecs by name; empty if the model is not sharded."""
-    return CommunicationState(model).state_dict() if states_below(model) else {}
-
-
 # -- random number generators
 
 
 _TWISTER_NUMBERS = 624
-"""The numbers in the generators of numpy and of torch on the CPU. Neither compares a restored position with them, so
-that a wrong one would read other memory.
+"""The numbers in the generator of torch on the CPU. It does not compare a restored position with them, so that a wrong
+one would read other memory.
 """
 
 
-def _random_state() -> dict[str, Any]:
-    """Return the random states of Python, torch (CPU and current accelerator), and numpy if it is imported."""
-    state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+def _random_state() -> dict[str, torch.Tensor]:
+    """Return the random states of torch, by device type: of the CPU, and of the current accelerator if there is one."""
+    state = {"cpu": torch.get_rng_state()}
     if (accelerator := current_accelerator()) is not None:
         state[accelerator.type] = torch.get_device_module(accelerator.type).get_rng_state()
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [kind, keys.tolist(), *rest]
     return state
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the states that :func:`_random_state` returned, except those of generators that do not exist here."""
-    random.setstate(state["python"])
+    """Restore the states that :func:`_random_state` returned, except that of an accelerator that is not current."""
     left, _, position = struct.unpack_from("<iiQ", bytes(state["cpu"][:24].tolist()), 8)  # after the seed
     if (left, position) != (1, 0) and (left + position != _TWISTER_NUMBERS + 1 or not left > 0 < position):
         raise CheckpointError(f"the random state of torch is at {position} of {_TWISTER_NUMBERS} numbers, {left} left.")
@@ -315,13 +304,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     accelerator = current_accelerator()
     if accelerator is not None and accelerator.type in state:
         torch.get_device_module(accelerator.type).set_rng_state(state[accelerator.type])
-    if "numpy" in state and "numpy" in sys.modules:
-        if not 0 <= (position := state["numpy"][2]) <= _TWISTER_NUMBERS:
-            raise CheckpointError(f"the random state of numpy is at {position} of {_TWISTER_NUMBERS} numbers.")
-        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
 
 
 # -- the plan
+
+
+Values: TypeAlias = Mapping[MetadataIndex, torch.Tensor | bytes]
+"""The blocks and the serialized objects that one rank writes."""
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -329,7 +318,6 @@ class SavePlanner(DefaultSavePlanner):
 
     def __init__(self, contents: Contents) -> None:
         super().__init__()
-        self._staged: dict[MetadataIndex, torch.Tensor | bytes] = {}
         self.is_coordinator = False
         self.state_dict = {key_of(path): part for path, part in contents.parts.items()}
         self.state_dict |= {
@@ -338,30 +326,10 @@ class SavePlanner(DefaultSavePlanner):
         }
         self.mappings = {key_of(path): path for path in (*contents.parts, *contents.objects, *contents.aliases)}
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor | bytes:
-        if index in self._staged:
-            return self._staged[index]
-        value = self.state_dict[index.fqn]
-        return value.__get_tensor_shard__(index) if isinstance(value, LocalShard) else value
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        value = self.lookup_object(write_item.index)
-        if isinstance(value, torch.Tensor) and is_wrapper(value):
-            value = pickled(value)
-        return io.BytesIO(value) if isinstance(value, bytes) else value
-
-    def is_pickled(self, item: WriteItem) -> bool:
-        """Return whether ``item`` is an object, or a tensor that is written as one because its class is opaque."""
-        value = self.lookup_object(item.index)
-        return isinstance(value, bytes) or is_wrapper(value)
-
-    def stage(self, plan: SavePlan) -> None:
-        """Copy the tensors in ``plan`` to host memory and release all others."""
-        values = {item.index: self.lookup_object(item.index) for item in plan.items}
-        self._staged = {i: _on_host(v) if isinstance(v, torch.Tensor) else v for i, v in values.items()}
-        self.state_dict = {}
-        if any(isinstance(value, torch.Tensor) and value.is_pinned() for value in self._staged.values()):
-            torch.accelerator.synchronize()
+    def values_of(self, plan: SavePlan) -> Values:
+        """Return what ``plan`` writes. Tensors share memory with the model."""
+        values = {item.index: self.state_dict[item.index.fqn] for item in plan.items}
+        return {i: v.__get_tensor_shard__(i) if isinstance(v, LocalShard) else v for i, v in values.items()}
 
 
 def serialized(key: str, value: object, above: frozenset[int] = frozenset()) -> bytes:
@@ -410,6 +378,14 @@ def _inner(value: object) -> Iterable[tuple[object, Any]]:
     return enumerate(value) if isinstance(value, (list, tuple, set, frozenset)) else ()
 
 
+def on_host_alone(values: Values) -> Values:
+    """Return host copies of ``values``, which share no memory with the model."""
+    copied = {index: _on_host(value) if isinstance(value, torch.Tensor) else value for index, value in values.items()}
+    if any(isinstance(value, torch.Tensor) and value.is_pinned() for value in copied.values()):
+        torch.accelerator.synchronize()
+    return copied
+
+
 def _on_host(block: torch.Tensor) -> torch.Tensor | bytes:
     """Return a host copy of ``block``, or a pickle if its class is opaque.
 
@@ -425,106 +401,64 @@ def _on_host(block: torch.Tensor) -> torch.Tensor | bytes:
 # -- files
 
 
-class _ChecksummingFile(io.BufferedWriter):
-    """A file that computes a checksum of the bytes written. Writes must be sequential, as DCP's are."""
-
-    checksum = 0
-    bytes = 0
-    error: OSError | None = None
-    """The error of a failed write. torch's zip writer replaces it by one that does not say the reason."""
-
-    def write(self, data: Any) -> int:
-        try:
-            count = super().write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self.checksum = zlib.crc32(data, self.checksum)
-        self.bytes += count
-        return count
-
-    def fileno(self) -> int:
-        self.flush()  # DCP syncs its files before it has flushed them
-        return super().fileno()
+def file_data(value: torch.Tensor | bytes) -> bytes | memoryview:
+    """Return the bytes that a file has for ``value``: of a tensor, those of ``torch.save`` of its elements alone."""
+    if isinstance(value, bytes):
+        return value
+    if is_wrapper(value):
+        return pickled(value)
+    block, data = value.detach().cpu(), io.BytesIO()
+    if block.untyped_storage().nbytes() != block.nbytes:
+        block = block.clone()
+    with cast(Any, serialization_config).patch({"save.compute_crc32": False}):  # which torch's readers do not check
+        torch.save(block, data)
+    return data.getbuffer()
 
 
-class _ChecksummingFileSystem(FileSystem):
-    """The new files of a directory, with size and checksum of each. It adds the file name to write errors."""
-
-    def __init__(self, directory: Directory) -> None:
-        self.directory = directory
-        self.records: dict[str, FileRecord] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        file = _ChecksummingFile(io.FileIO(Path(path).name, mode.replace("w", "x"), opener=self.directory.opener))
-        try:
-            with file:
-                yield file
-        except (OSError, RuntimeError) as error:
-            cause = error if isinstance(error, OSError) else file.error
-            if cause is None:
-                raise
-            raise OSError(cause.errno, cause.strerror, str(path)) from error
-        self.records[Path(path).name] = FileRecord(file.bytes, f"{file.checksum:08x}")
-
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        return False  # the directory is new
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        old, new = Path(path).name, Path(new_path).name
-        self.directory.rename(old, new)
-        self.records[new] = self.records.pop(old)
+Writes = tuple[dict[MetadataIndex, _StorageInfo], dict[str, FileRecord]]
+"""The places of the values that one rank has written, and the records of its files."""
 
 
-Writes = tuple[list[WriteResult], Mapping[str, FileRecord]]
-"""The write results of one rank, and the records of its files."""
+def write_values(folder: Directory, name: str, values: Values) -> Writes:
+    """Write ``values`` to the new file ``name``, and to disk."""
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    nbytes = checksum = 0
+    try:
+        with open(name, "xb", opener=folder.opener) as file:
+            for index, value in values.items():
+                data = file_data(value)
+                file.write(data)
+                places[index] = _StorageInfo(name, nbytes, len(data))
+                nbytes, checksum = nbytes + len(data), zlib.crc32(data, checksum)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder.path / name)) from error
+    return places, {name: FileRecord(nbytes, f"{checksum:08x}")}
 
 
-class ChecksummingWriter(FileSystemWriter):
-    """DCP's writer with one synced file per rank. It records size and checksum of each file."""
+def write_metadata(
+    folder: Directory, metadata: Metadata, written: Sequence[Writes], aliases: Mapping[str, str], step: int
+) -> None:
+    """Write DCP's metadata, and the manifest, of what all ranks have ``written``.
 
-    def __init__(self, directory: Directory) -> None:
-        super().__init__(directory.path, sync_files=True)
-        self.fs = self.files = _ChecksummingFileSystem(directory)
-        self.records = self.files.records
-
-    def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> Future[list[WriteResult]]:
-        """Write without the checksum that ``torch.save`` computes for each tensor: torch's readers do not check it."""
-        with cast(Any, serialization_config).patch({"save.compute_crc32": False}):
-            return super().write_data(plan, planner)
-
-    def complete(
-        self, metadata: Metadata, written: Sequence[Writes], aliases: Mapping[str, str], step: int, ranks: int
-    ) -> None:
-        """Write DCP's metadata, and the manifest with the ``step`` and the number of ``ranks`` that have ``written``.
-
-        ``aliases`` are further keys of tensors, with the key in ``metadata``; they become readable under these too.
-        """
-        keys: dict[str, list[str]] = {}
-        for alias, key in aliases.items():
-            if alias not in metadata.state_dict_metadata:
-                metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
-                keys.setdefault(key, []).append(alias)
-        results = [result for of_rank, _ in written for result in of_rank]
-        results += [
-            replace(result, index=MetadataIndex(alias, result.index.offset, result.index.index))
-            for result in results
-            for alias in keys.get(result.index.fqn, ())
-        ]
-        self.finish(metadata, [results])
-        files = {name: record for _, records in written for name, record in records.items()} | self.records
-        Manifest(step, ranks, files).write(self.files.directory)
-
-    def write(self, plan: SavePlan, planner: SavePlanner) -> Writes:
-        items = [replace(i, type=WriteItemType.BYTE_IO) if planner.is_pickled(i) else i for i in plan.items]
-        written = self.write_data(replace(plan, items=items), planner)
-        written.wait()
-        return written.value(), self.records
-
-    def storage_meta(self) -> StorageMeta:
-        """Leave out the path: the directory is renamed later, and pickled paths depend on the version of Python."""
-        return StorageMeta(save_id=self.save_id)
+    ``aliases`` are further keys of values, with the key in ``metadata``; they become readable under these too.
+    """
+    metadata.version = CURRENT_DCP_VERSION
+    metadata.storage_data = {index: place for places, _ in written for index, place in places.items()}
+    by_key: dict[str, list[MetadataIndex]] = {}
+    for index in metadata.storage_data:
+        by_key.setdefault(index.fqn, []).append(index)
+    for alias, key in aliases.items():
+        if alias not in by_key:
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+            metadata.storage_data |= {replace(i, fqn=alias): metadata.storage_data[i] for i in by_key[key]}
+    data = pickle.dumps(metadata)
+    folder.write(METADATA, data)
+    files = {METADATA: FileRecord(len(data), f"{zlib.crc32(data):08x}")}
+    Manifest(
+        step, len(written), {name: each for _, of_rank in written for name, each in of_rank.items()} | files
+    ).write(folder)
 
 
 # -- save
@@ -549,8 +483,8 @@ def save(
     written once. So values that differ between ranks must be DTensors, or have different names on each rank. The format
     is that of ``torch.distributed.checkpoint``, whose ``load`` can read it too, with a manifest of checksums.
 
-    A checkpoint contains parameters, buffers, extra states of modules, optimizer state by parameter name, each rank's
-    random number generators, and the state of codecs with error feedback.
+    A checkpoint contains parameters, buffers, extra states of modules, optimizer state by parameter name, and torch's
+    random number generators of each rank.
 
     Args:
         path: a folder of checkpoints that all ranks can access. Only one job at a time may write to it.
@@ -585,12 +519,10 @@ def save(
         if keep_last is not None and keep_last < 1:
             raise ConfigurationError(f"keep_last must be at least 1, not {keep_last}: the new checkpoint is one.")
         own, folder = dict(own), Path(path).absolute()  # a thread writes it, which a later chdir must not change
-        step = _requested_step(step, own)
-        return [os.fspath(path)], {
-            "step": step,
-            "keep_last": None if keep_last is None else operator.index(keep_last),
-            "asynchronous": bool(asynchronous),
-        }
+        step = own.get("step") if step is None else step
+        if step is not None and (not hasattr(step, "__index__") or (step := operator.index(step)) < 0):
+            raise ConfigurationError(f"step must be an int of at least 0, not {step!r}, also in extra.")
+        return [os.fspath(path)], {"step": step, "keep_last": keep_last, "asynchronous": asynchronous}
 
     saver = _Save(meet(save, check, timeout), folder, step, keep_last)
     saver.plan(model, optimizer, own)
@@ -603,30 +535,18 @@ def save(
     return pending
 
 
-def _requested_step(step: int | None, extra: Mapping[str, Any]) -> int | None:
-    if step is None and type(extra.get("step")) is int:
-        step = extra["step"]
-    if step is None and isinstance(extra.get("step"), str) and extra["step"].isdigit():
-        raise ArgumentTypeError(f"extra['step'] must be an int, not {extra['step']!r}. Or pass step= beside it.")
-    if step is not None and not hasattr(step, "__index__"):
-        raise ArgumentTypeError(f"step must be an int, not {step!r}.")
-    if step is not None and (step := operator.index(step)) < 0:
-        raise ConfigurationError(f"step must not be negative, but is {step}.")
-    return step
-
-
 class _Save:
     """One save on one rank. After :meth:`plan`, rank 0 also has ``_partial_checkpoint`` and ``_metadata``."""
 
     def __init__(self, ranks: RankGroup, path: Path, step: int | None, keep_last: int | None) -> None:
         self._ranks, self._path, self._requested_step, self._keep_last = ranks, path, step, keep_last
-        self._metadata: Metadata | None = None
         self._partial_checkpoint: PartialCheckpoint | None = None
 
     def plan(self, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> None:
         """Plan which rank writes what, and create the directory."""
         what = f"saving to {self._path}"
         contents = Contents()
+        planner: SavePlanner
 
         def contribution() -> Contribution:
             nonlocal contents
@@ -634,59 +554,57 @@ class _Save:
             contents = contents_of(model)
             if optimizer is not None:
                 contents.add_optimizer(model, optimizer)
-                for index, group in enumerate(optimizer.param_groups):  # ranks exchange them before they are planned
-                    for name, value in group.items():
-                        if name != "params":
-                            serialized(f"optimizer.param_groups[{index}][{name!r}]", value)
-            contents.add_rank(model, self._ranks.rank, extra)
+            contents.add_rank(self._ranks.rank, extra)
             return contents.contribution()
 
         merged = self._ranks.combine(what, contribution, merge)
         check_meshes(self._ranks, what, {path[1]: part for path, part in contents.parts.items() if path[0] == "model"})
 
         def each() -> tuple[SavePlan, Mapping[str, str]]:
+            nonlocal planner
             contents.settle(merged)
-            self._planner = SavePlanner(contents)
-            further_keys = {key_of(alias): key_of(path) for alias, path in contents.aliases.items()}
-            return self._planner.create_local_plan(), further_keys
+            planner = SavePlanner(contents)
+            aliases = {key_of(alias): key_of(path) for alias, path in contents.aliases.items()}
+            return planner.create_local_plan(), aliases
 
-        def central(planned: list[tuple[SavePlan, Mapping[str, str]]]) -> Sequence[tuple[str, str, int, SavePlan]]:
+        def central(planned: list[tuple[SavePlan, Mapping[str, str]]]) -> Sequence[tuple[int, SavePlan]]:
             check_parts([plan for plan, _ in planned])
-            plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in planned])
+            plans, self._metadata = planner.create_global_plan([plan for plan, _ in planned])
             self._aliases = {alias: of for _, aliases in planned for alias, of in aliases.items()}
             by_parameter = contents.settings_by_parameter()
             self._aliases |= {key_of(alias): key_of(path) for alias, path in by_parameter.items()}
             self._metadata.planner_data |= {key_of(alias): alias for alias in by_parameter}
             step = max(candidates(self._path), default=-1) + 1 if self._requested_step is None else self._requested_step
-            self._partial_checkpoint = directory = PartialCheckpoint(self._path, step)
-            plans = FileSystemWriter(directory.partial).prepare_global_plan(plans)
-            return [(directory.final.name, directory.partial.name, step, plan) for plan in plans]
+            self._partial_checkpoint = PartialCheckpoint(self._path, step)
+            return [(step, plan) for plan in plans]
 
         with self._abandon_on_failure():
-            reply = self._ranks.exchange(what, each, central)
-        final, partial, self.step, self._plan = reply
-        self.final, self._partial = self._path / final, self._path / partial
+            self.step, plan = self._ranks.exchange(what, each, central)
+            self._values = planner.values_of(plan)
+        self.final = self._path / name_of(self.step)
 
     def stage(self) -> None:
+        """Copy what this rank writes to host memory."""
+
+        def each() -> None:
+            self._values = on_host_alone(self._values)
+
         with self._abandon_on_failure():
-            self._ranks.agree(f"saving {self.final}", lambda: self._planner.stage(self._plan))
+            self._ranks.agree(f"saving {self.final}", each)
 
     def write(self) -> None:
         """Write this rank's files, then commit the checkpoint on rank 0."""
-        writer: ChecksummingWriter | None = None
         opened = ExitStack()
+        folder: Directory
 
         def each() -> Writes:
-            nonlocal writer
-            writer = ChecksummingWriter(opened.enter_context(closing(Directory(self._partial))))
-            writer.set_up_storage_writer(self._ranks.rank == 0)
-            return writer.write(self._plan, self._planner)
+            nonlocal folder
+            folder = opened.enter_context(closing(Directory(self._path / name_of(self.step, PARTIAL))))
+            return write_values(folder, f"__{self._ranks.rank}_0.distcp", self._values)
 
         def finish(written: list[Writes]) -> None:
             assert self._partial_checkpoint is not None
-            assert self._metadata is not None
-            assert writer is not None
-            writer.complete(self._metadata, written, self._aliases, self.step, self._ranks.size)
+            write_metadata(folder, self._metadata, written, self._aliases, self.step)
             self._partial_checkpoint.commit(self._keep_last)
 
         with self._abandon_on_failure(), opened:
