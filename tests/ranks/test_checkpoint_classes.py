@@ -24,7 +24,7 @@ from composable_fsdp.checkpoint import (
     state_dict,
 )
 from composable_fsdp.errors import CheckpointError
-from tests._internals import Record, describe_checkpoint
+from tests._internals import Record
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.tensor_classes import CLASSES, Closed, Coded, inner_of, model_of
@@ -102,7 +102,6 @@ def loads(folder: Path, dim: int) -> None:
 def test_inner_tensors_are_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Shards of two ranks are square, so that shapes do not distinguish scales of rows from scales of columns."""
     run_ranks(saves, 2, tmp_path)
-    assert not describe_checkpoint(tmp_path / "rows", verify=True).problems
     run_ranks(loads, 2, tmp_path, 0)
     run_ranks(loads, 3, tmp_path, 1)
     full = model_of(PORTABLE, 2)

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +39,7 @@ from composable_fsdp.checkpoint import (
 )
 from composable_fsdp.errors import CheckpointError, UnsavableStateWarning
 from composable_fsdp.optim import local_optimizer, offload_optimizer
-from tests._internals import describe_checkpoint, local_part
+from tests._internals import local_part
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.tensor_classes import Blocked, BlockedAdam, inner_of
@@ -147,7 +146,6 @@ def goes_on(folder: Path, kind: str, world: str, way: str, dtype: torch.dtype) -
         assert_same_weights(fresh, model)
         load(folder / name, fresh, its)  # over the state of a later step
         assert_same_state(state_of(its), saved)
-    assert not dist.is_initialized() or not describe_checkpoint(folder / "later", verify=True).problems
     return {entry[1] for entry in saved}
 
 
