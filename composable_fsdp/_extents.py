@@ -260,10 +260,10 @@ def assemble_full(tensor: torch.Tensor, sharding: ParameterSharding | None, offl
     local, full = local_part(tensor).detach(), gather(tensor.detach(), sharding)
     if offload_to_cpu:
         full = full.cpu()
-    return full.clone() if _storage_addresses(full) & _storage_addresses(local) else full
+    return full.clone() if storage_addresses(full) & storage_addresses(local) else full
 
 
-def _storage_addresses(tensor: torch.Tensor) -> set[int]:
+def storage_addresses(tensor: torch.Tensor) -> set[int]:
     return {plain.untyped_storage().data_ptr() for plain in plain_tensors(tensor)}
 
 

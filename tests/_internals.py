@@ -75,7 +75,6 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._dcp.metadata import chunks_overlap, read_metadata
     from composable_fsdp.checkpoint._safetensors import Replacement, StoredTensors, TensorSpec, dtype_code
     from composable_fsdp.checkpoint._state_dict import model
-    from composable_fsdp.checkpoint._state_dict.inner_tensors import Record
     from composable_fsdp.checkpoint._state_dict.model import Form, OwnerRanks, to_form
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
     from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, entries_of, parameter_names

@@ -59,6 +59,11 @@ def convert(
     written: dict[object, torch.Tensor] = {}
     for key, saved in metadata.state_dict_metadata.items():
         if key.startswith("model.") and isinstance(saved, TensorStorageMetadata):
+            if f"classes.{key}" in metadata.state_dict_metadata:
+                raise CheckpointError(
+                    f"{key} is a tensor of a class with inner tensors. Load the checkpoint into its model, and call "
+                    "save_safetensors."
+                )
             # The positions in files are equal for all names of a tensor that was written once.
             places = [metadata.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in saved.chunks]
             memory = tuple((place.relative_path, place.offset) for place in places)

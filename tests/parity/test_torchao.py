@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import composable_fsdp as ours
 from composable_fsdp.checkpoint import load, load_safetensors, save, save_safetensors
-from composable_fsdp.errors import CheckpointError
 from tests._internals import ExtendedBucket, state_of
 from tests.helpers.run_ranks import on_ranks
 
@@ -340,7 +339,7 @@ def test_torchao_state_dicts_restore_the_saved_values(name: str) -> None:
 @on_ranks(2)
 def test_torchao_checkpoints_restore_the_saved_values(tmp_path: Path) -> None:
     rank = dist.get_rank()
-    for i, name in enumerate(("float8, scales precomputed", "int8 weights", "bitnet")):
+    for i, name in enumerate(("float8, scales precomputed", "int8 weights", "bitnet", "nf4 with adapters")):
         recipe = RECIPES[name]
         models = [sharded(ours, recipe.convert(build(hidden))) for hidden in (WIDTH, WIDTH)]
         with torch.no_grad():
@@ -353,16 +352,6 @@ def test_torchao_checkpoints_restore_the_saved_values(tmp_path: Path) -> None:
             outputs = [model(batch_of(0, rank)) for model in models]
         assert torch.equal(*outputs), name
         assert [type(_inner(p)) for p in models[1].parameters()] == [type(_inner(p)) for p in models[0].parameters()]
-
-
-@on_ranks(2)
-def test_checkpoints_of_nf4_weights_are_refused_by_name(tmp_path: Path) -> None:
-    """Check that NF4 weights, whose scales are of blocks that rank boundaries do not cut, are refused by name."""
-    model = sharded(ours, RECIPES["nf4 with adapters"].convert(build(WIDTH)))
-    with pytest.raises(
-        CheckpointError, match=r"weight cannot be saved: .* inner tensor 'quantization_factor' of its cla"
-    ):
-        save(tmp_path, model)
 
 
 @pytest.mark.behaviour("F-11")

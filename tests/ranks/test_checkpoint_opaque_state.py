@@ -17,8 +17,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -151,12 +149,8 @@ def goes_on(folder: Path, kind: str, world: str, way: str, dtype: torch.dtype) -
 
 CASES = [
     ("AdamW8bit", "sharded", 2, "plain", torch.float32),
-    ("AdamW8bit", "sharded", 2, "local", torch.float32),
     ("AdamW8bit", "sharded", 2, "offloaded", torch.float32),
     ("AdamW8bit", "sharded", 2, "local", torch.bfloat16),
-    ("AdamW8bit", "sharded", 1, "plain", torch.float32),
-    ("AdamW8bit", "sharded", 4, "plain", torch.float32),
-    ("AdamW8bit", "hybrid", 4, "plain", torch.float32),
     ("AdamW8bit", "tensor-parallel", 4, "plain", torch.float32),
     ("AdamW4bit", "sharded", 2, "plain", torch.float32),
     ("AdamWFp8", "sharded", 2, "local", torch.float32),
@@ -183,27 +177,6 @@ def test_training_with_a_class_of_blocks_goes_on_as_if_it_had_not_stopped(way: s
         "Blocked" in each for each in run_ranks(goes_on, 2, tmp_path, "BlockedAdam", "sharded", way, torch.float32)
     )
     assert "Blocked" in goes_on(tmp_path / "alone", "BlockedAdam", "unsharded", way, torch.float32)
-
-
-@needs_torchao
-@given(st.integers(0, 2**32), st.floats(-30, 30), st.booleans())
-def test_quantizing_again_is_exact_for_unsigned_and_fp8_state_only(seed: int, exponent: float, has_zeros: bool) -> None:
-    """So dequantized values are not enough to go on exactly on the same mesh."""
-    from torchao.optim.subclass_4bit import OptimState4bit
-    from torchao.optim.subclass_8bit import OptimState8bit
-    from torchao.optim.subclass_fp8 import OptimStateFp8
-
-    values = torch.randn(16, 256, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
-    values[5 : 9 if has_zeros else 5] = 0
-    values[0] = -values[0].abs()
-    made = [OptimState8bit.zeros(values.shape, signed) for signed in (False, True)]
-    made += [OptimState4bit.zeros(values.shape, signed) for signed in (False, True)]
-    made += [OptimStateFp8.zeros(values.shape)] * 2
-    for state, is_exact in zip(made, (True, False) * 2 + (True, True), strict=True):
-        state.copy_(values if "signed=False" not in repr(state) else values.abs())
-        once = torch.empty(values.shape).copy_(state)
-        state.copy_(once)
-        assert torch.equal(torch.empty(values.shape).copy_(state), once) == is_exact, state
 
 
 def full_values(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -242,7 +215,6 @@ MESHES = [
     ("AdamW8bit", "sharded", 2, [("sharded", 4), ("hybrid", 4), ("tensor-parallel", 4)]),
     ("AdamW8bit", "tensor-parallel", 4, [("sharded", 2)]),
     ("AdamW4bit", "sharded", 2, [("sharded", 1)]),
-    ("AdamW8bit", "sharded", 4, [("sharded", 1)]),
     ("AdamWFp8", "sharded", 4, [("sharded", 1)]),
     ("BlockedAdam", "sharded", 2, [("sharded", 3)]),
 ]
@@ -359,14 +331,14 @@ def test_a_class_that_cannot_be_pickled_is_named_at_the_first_step_and_by_save(t
     texts = [str(each.message) for each in caught if each.category is UnsavableStateWarning]
     assert len(texts) == 1
     reason = (
-        "its class cannot be cut like the parameter (chunk), nor pickled and loaded again (WeightsUnpickler error: "
+        "it cannot be pickled and loaded again (WeightsUnpickler error: "
         "Unsupported global: GLOBAL tests.ranks.test_checkpoint_opaque_state.Unpicklable was not an allowed global"
     )
     assert texts[0].startswith(
         "BlockedAdam keeps 'moment' of parameter '0.weight' as a tests.helpers.tensor_classes.Blocked, so no "
         f"checkpoint can be saved: {reason}"
     ), texts
-    assert "keep only tensors, numbers and strings in its attributes; or admit their classes" in texts[0]
+    assert "Keep only tensors, numbers and strings in the attributes of its class, or admit their classes" in texts[0]
     with all_ranks_raise() as raised:
         save(tmp_path, model, optimizer)
     assert f"saving to {tmp_path}: optimizer.state.0.weight.moment cannot be saved: {reason}" in str(raised.value)
@@ -434,7 +406,7 @@ def test_a_file_cannot_choose_the_class_of_8_bit_state(tmp_path: Path) -> None:
         with torch.serialization.safe_globals(admitted), pytest.raises(CheckpointError, match=name) as raised:
             load(path, fresh, its)
         if name != "must match":
-            where = "optimizer.state.0.weight.moment cannot be read as a Blocked of this optimizer: "
+            where = "optimizer.state.0.weight.moment cannot be read as a Blocked: "
             assert where in str(raised.value)
         assert Renamed not in torch.serialization.get_safe_globals()
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -52,8 +53,7 @@ from composable_fsdp.checkpoint._dcp.save import (
     key_of,
     set_random_state,
 )
-from composable_fsdp.checkpoint._state_dict import opaque_state
-from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
+from composable_fsdp.checkpoint._state_dict import pickled_shards
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams
 from composable_fsdp.checkpoint._state_dict.state_tree import (
     OBJECT,
@@ -167,7 +167,7 @@ def load(
     except CheckpointError as error:
         raise error from failure
     if quantized and ranks.rank == 0:
-        logger.warning("%s: %s", what, opaque_state.quantized_text(quantized))
+        logger.warning("%s: %s", what, pickled_shards.quantized_text(quantized))
     return cast(dict[str, Any], restore.objects.get(f"{own}extra") or {})
 
 
@@ -245,7 +245,7 @@ class _Restore:
     Attributes:
         objects: the values in the checkpoint that are no tensors, by key.
         has_changed: True if :meth:`run` has changed anything so far.
-        quantized: keys of optimizer state to which its class has given other values than the saved ones.
+        quantized: keys of tensors to which their class has given other values than the saved ones.
         _state: the optimizer's state by parameter name. Its new tensors are empty until they are read.
         _by_module: values that modules load through ``load_state_dict``, by plain name.
     """
@@ -258,7 +258,7 @@ class _Restore:
     quantized: list[str] = field(default_factory=list)
     _mismatch: Mismatch = field(default_factory=Mismatch)
     _parts: dict[str, LocalShard] = field(default_factory=dict)
-    _opaque: dict[str, tuple[LocalShard, opaque_state.OpaqueChunks]] = field(default_factory=dict)
+    _by_class: dict[str, tuple[LocalShard, set[type]]] = field(default_factory=dict)
     _state: dict[str, Any] = field(default_factory=dict)
     _by_module: dict[str, Any] = field(default_factory=dict)
     _params: OptimizerParams | None = None
@@ -267,8 +267,8 @@ class _Restore:
     def match(self, metadata: Metadata, objects: Mapping[str, Any]) -> Mismatch:
         """Compare the checkpoint with the state to load."""
         self._metadata, self._saved, self.objects = metadata, metadata.state_dict_metadata, objects
-        records = {key.removeprefix("classes."): value for key, value in objects.items() if key.startswith("classes.")}
-        self._records = {key: Record.decoded(value) for key, value in records.items()}
+        classes = (key for key in objects if key.startswith("classes."))
+        self._classes = {key.removeprefix("classes."): objects[key] for key in classes}
         prepare_for_access(self._model)
         self._match_contents(contents_of(self._model))
         if self._optimizer is not None:
@@ -286,8 +286,9 @@ class _Restore:
                 plain = {key: memory.enter_context(part.plain(write=True)) for key, part in self._parts.items()}
                 blocks = {key: LocalShard(plain[key], extent=part.extent) for key, part in self._parts.items()}
                 read(self._folder, self._metadata, blocks, changed)
-            for key, (part, chunks) in self._opaque.items():
-                if opaque_state.fill_opaque(part, opaque_state.read_chunks(self._folder, self._metadata, key, chunks)):
+            for key, (part, classes) in self._by_class.items():
+                pieces = pickled_shards.read_pieces(self._folder, self._metadata, key, part.extent, classes)
+                if pickled_shards.fill_by_class(key, part, pieces):
                     self.quantized.append(key)
                 changed()
             self.has_changed = True
@@ -303,7 +304,7 @@ class _Restore:
         for alias, path in contents.aliases.items():
             names[path].append(alias)
         for path, part in contents.parts.items():
-            key = next((k for k in map(key_of, names[path]) if k in self._saved or k in self._records), key_of(path))
+            key = next((k for k in map(key_of, names[path]) if k in self._saved), key_of(path))
             is_made = id(part.value) not in registered  # created by a state dict hook
             if is_made:
                 part = LocalShard(part.value.detach().clone())
@@ -315,18 +316,13 @@ class _Restore:
             else:
                 self._mismatch.missing[path[1]] = "an object"
         known = {key_of(path) for path in (*contents.parts, *contents.aliases, *contents.objects)}
-        outer = {f"{key}.{name}": key for key, record in self._records.items() for name in record.inner}
         for key, saved in self._saved.items():
-            if key.startswith("model.") and outer.get(key, key) not in known:
+            if key.startswith("model.") and key not in known:
                 self._mismatch.unexpected[key.removeprefix("model.")] = _describe(saved)
 
     def _match_tensor(self, key: str, name: str, part: LocalShard) -> bool:
         """Plan to load ``key`` into ``part``. Return False, and note it, if ``key`` is missing or has another shape."""
         saved, mismatch, wanted = self._saved.get(key), self._mismatch, part.value
-        if key in self._records:
-            parts = wanted_of(part, self._records[key], name, lambda end: self._spec(f"{key}{end}"), mismatch)
-            self._parts |= {f"{key}{suffix}": each for suffix, each in parts.items()}
-            return True
         if saved is None:
             mismatch.missing[name] = tensor_text(wanted.dtype, wanted.shape)
         elif not _fits(saved, wanted):
@@ -335,13 +331,15 @@ class _Restore:
         else:
             if saved.properties.dtype != wanted.dtype:
                 mismatch.dtypes[name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
-            self._parts[key] = part
+            kind, own = self._classes.get(key), pickled_shards.class_name(part.local)
+            if kind is None:
+                self._parts[key] = part
+            elif kind == own:
+                self._by_class[key] = part, pickled_shards.classes_of(part.local)
+            else:
+                mismatch.classes[name] = differ(f"a {kind}", f"a {own}")
             return True
         return False
-
-    def _spec(self, key: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        saved = self._saved.get(key)
-        return (tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
 
     def _match_optimizer(self, optimizer: Optimizer) -> None:
         self._params = params = OptimizerParams(self._model, optimizer)
@@ -384,44 +382,40 @@ class _Restore:
         """Return the value to load: the optimizer's own tensor where it fits, else a new one."""
         full_key = key_of(("optimizer", "state", member.name, *path))
         name = f"optimizer state {key_of(path)} of {member.name}"
-        saved, record, existing = self._saved.get(full_key), self._records.get(full_key), params.existing(member, path)
+        saved, existing = self._saved.get(full_key), params.existing(member, path)
         if isinstance(saved, TensorStorageMetadata):
-            if record is not None or opaque_state.is_pickled(self._metadata, full_key):
-                return self._match_opaque(params, member, path, full_key, name)
+            if full_key in self._classes or pickled_shards.is_pickled(self._metadata, full_key):
+                return self._match_pickled(params, member, path, full_key, name)
             if existing is None or existing.shape != saved.size:
                 key, shape = path[-1] if path else None, tuple(saved.size)
                 existing = new_state(kind, key, shape, saved.properties.dtype, member.parameter)
             self._parts[full_key] = LocalShard(existing, member.sharding)
             return existing
-        if record is None:
-            if full_key not in self.objects:
-                self._mismatch.missing[name] = "optimizer state"
-            return self.objects.get(full_key)
-        if existing is None:  # only its own class can create a tensor that has inner tensors
-            local = local_part(member.parameter)
-            if class_name(local) != record.kind:
-                text = f"a {record.kind}, which the optimizer has not made so far. Step it once first"
-                self._mismatch.classes[name] = text
-                return None
-            dtype = getattr(torch, record.dtype)
-            existing = like(member.parameter, torch.empty_like(local, dtype=dtype, requires_grad=False))
-        self._match_tensor(full_key, name, LocalShard(existing, member.sharding))
-        return existing
+        if full_key not in self.objects:
+            self._mismatch.missing[name] = "optimizer state"
+        return self.objects.get(full_key)
 
-    def _match_opaque(
+    def _match_pickled(
         self, params: OptimizerParams, member: OptimizerParam, path: TreePath, key: str, name: str
     ) -> torch.Tensor | None:
         """Return the tensor to load that was saved as pickles: the optimizer's own, or one that a first step makes."""
         parameter, saved = member.parameter, cast(TensorStorageMetadata, self._saved[key])
+        local = local_part(parameter)
         if saved.size != parameter.shape:
             self._mismatch.shapes[name] = differ(tuple(saved.size), tuple(parameter.shape))
             return None
         try:
             existing = params.existing(member, path)
             if existing is None or existing.shape != saved.size:
-                existing = like(parameter, params.made(member, path, local_part(parameter).shape))
+                is_class_of_parameter = self._classes.get(key) == pickled_shards.class_name(local)
+                made = local.detach().clone() if is_class_of_parameter else params.made(member, path, local.shape)
+                existing = like(parameter, made)
             part = LocalShard(existing, member.sharding)
-            self._opaque[key] = part, opaque_state.chunks_of(part, saved, partial(params.made, member, path))
+            classes = pickled_shards.classes_of(part.local)
+            if not classes:  # a small shard, which is plain
+                sizes = max((chunk.sizes for chunk in saved.chunks), key=prod)
+                classes = pickled_shards.classes_of(params.made(member, path, sizes))
+            self._by_class[key] = part, classes
         except CheckpointError as error:
             self._mismatch.classes[name] = f"saved as a tensor of a class of its optimizer, but {error}"
             return None
@@ -429,9 +423,8 @@ class _Restore:
 
     def _has_dtype_of_parameter(self, name: str, value: torch.Tensor) -> bool:
         """Return whether optimizer state has the dtype that its parameter ``name`` had when it was saved."""
-        record, spec = self._records.get(f"model.{name}"), self._spec(f"model.{name}")
-        saved = getattr(torch, record.dtype) if record is not None else None if spec is None else spec[1]
-        return saved in (None, value.dtype)
+        saved = self._saved.get(f"model.{name}")
+        return not isinstance(saved, TensorStorageMetadata) or saved.properties.dtype == value.dtype
 
     def _layouts_of_torch(self) -> dict[str, Layout]:
         """Return the layouts of optimizer state by parameter name, as far as torch's checkpoints say what it is."""

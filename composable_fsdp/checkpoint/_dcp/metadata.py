@@ -361,7 +361,7 @@ def _extents(key: str, saved: TensorStorageMetadata | BytesStorageMetadata, meta
         ordered = sorted(saved.chunks, key=lambda chunk: prod(chunk.sizes))
         sizes = {MetadataIndex(key, chunk.offsets): prod(chunk.sizes) * itemsize for chunk in ordered}
     for index, nbytes in sizes.items():
-        if ".state." in key:  # of an optimizer, whose own tensor class may need less
+        if ".state." in key or f"classes.{key}" in metadata.state_dict_metadata:  # a tensor class may need less
             nbytes //= _MOST_COMPRESSION
         place = metadata.storage_data[index]
         if nbytes > place.length:

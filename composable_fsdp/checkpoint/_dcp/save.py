@@ -9,8 +9,8 @@
 ``optimizer.param_groups.<i>.<setting>``  the same settings as torch reads them: without types of keys and empty dicts;
                                           with a parameter's name in place of ``<i>`` for torch's flattened state dicts
 ``ranks.<rank>.extra``, ``….random``      the ``extra`` of each rank; its random number generators
-``classes.<key>``                         ``Record`` (``inner_tensors.py``) of a tensor subclass that is saved as inner
-                                          tensors under ``<key>.<inner>``, or is opaque (``opaque_state.py``)
+``classes.<key>``                         the name of the class of a tensor whose shards are pickles
+                                          (``pickled_shards.py``)
 ========================================  =============================================================
 
 Names are those of the model without wrappers such as ``torch.compile``.
@@ -67,9 +67,7 @@ from composable_fsdp.checkpoint._dcp.directory import (
     candidates,
     name_of,
 )
-from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.model import check_meshes
-from composable_fsdp.checkpoint._state_dict.opaque_state import pickled
 from composable_fsdp.checkpoint._state_dict.optimizer import (
     OptimizerParam,
     OptimizerParams,
@@ -78,6 +76,7 @@ from composable_fsdp.checkpoint._state_dict.optimizer import (
     on_host,
     plain_text,
 )
+from composable_fsdp.checkpoint._state_dict.pickled_shards import class_name, pickled, refuse_unknown
 from composable_fsdp.checkpoint._state_dict.state_tree import (
     OBJECT,
     PLAIN,
@@ -122,15 +121,15 @@ class Contribution:
     """The notes of a rank to the others before a save: ranks may hold different parameters, as pipeline stages do.
 
     ``values`` are texts of what is no tensor in the optimizer's state, by key, and of settings of its groups, except of
-    groups without parameters: they are each rank's own, as of pipeline stages. ``inner`` describes tensor subclasses by
-    key: on one rank, or, after :func:`merge`, on all of them.
+    groups without parameters: they are each rank's own, as of pipeline stages. ``classes`` are the classes of
+    tensors whose shards are pickles, and their dtypes, by key: on one rank, or, after :func:`merge`, on all of them.
     """
 
     groups: Groups
     layouts: Layouts
     replicated: Mapping[str, int]
     values: Mapping[str, str]
-    inner: Mapping[str, Any]
+    classes: Mapping[str, tuple[str, torch.dtype]]
 
 
 def merge(contributions: Sequence[Contribution]) -> Contribution:
@@ -146,7 +145,13 @@ def merge(contributions: Sequence[Contribution]) -> Contribution:
                     f"the optimizer state of {name} on rank {rank} is another than on ranks before it, but only one is "
                     "saved. Have all ranks make the same steps."
                 )
-    return Contribution(groups, layouts, {}, {}, inner_tensors.agreed([each.inner for each in contributions]))
+    classes: dict[str, tuple[str, torch.dtype]] = {}
+    for key, found in ((key, found) for each in contributions for key, found in each.classes.items()):
+        if (first_class := classes.setdefault(key, found)) != found:
+            raise CheckpointError(
+                f"{key} is of another class on each rank: {first_class[0]}, {found[0]}. Make it alike."
+            )
+    return Contribution(groups, layouts, {}, {}, classes)
 
 
 def _is_empty(member: OptimizerParam) -> bool:
@@ -205,7 +210,7 @@ class Contents:
                 continue
             self.parts[own] = LocalShard(value, member.sharding)
             if kind == PLAIN:
-                inner_tensors.refuse_unknown(key, self.parts[own])
+                refuse_unknown(key, self.parts[own])
                 self.replicated[key] = checksum(value)
         remaining = iter(kinds)
         return layout_of(tree, lambda _: next(remaining))
@@ -215,7 +220,10 @@ class Contents:
         self.objects["ranks", str(rank), "random"] = _random_state()
 
     def contribution(self) -> Contribution:
-        parts = {key_of(path): part for path, part in self.parts.items()}
+        for path, part in self.parts.items():
+            refuse_unknown(key_of(path), part)
+        wrappers = {key_of(path): part for path, part in self.parts.items() if is_wrapper(part.local)}
+        classes = {key: (class_name(part.local), part.value.dtype) for key, part in wrappers.items()}
         values = {key_of(path): plain_text(value) for path, value in self.objects.items() if path[0] == "optimizer"}
         values |= {
             f"the setting {key!r} of the param group of {names[0]}": plain_text(value)
@@ -223,8 +231,7 @@ class Contents:
             for key, value in group.items()
             if names and key != "params"
         }
-        inner = inner_tensors.inner_contributions_of(parts)
-        return Contribution(self.groups, self.layouts, self.replicated, values, inner)
+        return Contribution(self.groups, self.layouts, self.replicated, values, classes)
 
     def settings_by_parameter(self) -> dict[ContentsPath, ContentsPath]:
         """Return the path of each parameter's settings in torch's flattened state dicts, with that of their group's."""
@@ -237,7 +244,7 @@ class Contents:
         }
 
     def settle(self, merged: Contribution) -> None:
-        """Add the groups of all ranks, and replace each tensor subclass by its inner tensors and its record."""
+        """Add the groups of all ranks, and the classes of tensors whose shards are pickles on any rank."""
         if groups := list(merged.groups.values()):
             self.objects["optimizer", "layouts"] = {"state": merged.layouts, "groups": groups}
             settings, paths = flatten_state_dict({"optimizer": {"param_groups": groups}})
@@ -247,24 +254,18 @@ class Contents:
                 else:
                     self.objects[paths[key]] = value
         checked: set[type] = set()
-        for path in [path for path in self.parts if key_of(path) in merged.inner]:
-            part, record = self.parts.pop(path), merged.inner[key_of(path)]
-            if record.is_opaque:
-                if not is_wrapper(part.local):  # small shards of the same state may be plain
-                    part = LocalShard(like(part.value, part.local.to(getattr(torch, record.dtype))), part.sharding)
-                elif type(part.local) not in checked:
-                    checked.add(type(part.local))
-                    if reason := why_not_pickled(part.local):
-                        raise CheckpointError(f"{key_of(path)} cannot be saved: {reason}.")
-                self.parts[path] = part
-            aliases = [alias for alias, of in self.aliases.items() if of == path]
-            for each in (path, *aliases):
-                self.aliases.pop(each, None)
-                self.objects["classes", key_of(each)] = record.encoded()
-            for suffix, inner in () if record.is_opaque else inner_tensors.parts_of(part, record).items():
-                own = (*path[:-1], f"{path[-1]}{suffix}")
-                self.parts[own] = inner
-                self.aliases |= {(*alias[:-1], f"{alias[-1]}{suffix}"): own for alias in aliases}
+        for path, part in self.parts.items():
+            if key_of(path) not in merged.classes:
+                continue
+            name, dtype = merged.classes[key_of(path)]
+            if not is_wrapper(part.local):  # small shards of the same state may be plain
+                self.parts[path] = LocalShard(like(part.value, part.local.to(dtype)), part.sharding)
+            elif type(part.local) not in checked:
+                checked.add(type(part.local))
+                if reason := why_not_pickled(part.local):
+                    raise CheckpointError(f"{key_of(path)} cannot be saved: {reason}.")
+            for each in (path, *(alias for alias, of in self.aliases.items() if of == path)):
+                self.objects["classes", key_of(each)] = name
 
 
 def contents_of(model: nn.Module) -> Contents:
@@ -387,7 +388,7 @@ def on_host_alone(values: Values) -> Values:
 
 
 def _on_host(block: torch.Tensor) -> torch.Tensor | bytes:
-    """Return a host copy of ``block``, or a pickle if its class is opaque.
+    """Return a host copy of ``block``, or a pickle if it has inner tensors.
 
     A copy from an accelerator is complete once the accelerator is synchronized.
     """

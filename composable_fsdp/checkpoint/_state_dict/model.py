@@ -39,7 +39,7 @@ from composable_fsdp.checkpoint._coordination import (
     said,
     tensor_text,
 )
-from composable_fsdp.checkpoint._state_dict.opaque_state import is_opaque, values_of
+from composable_fsdp.checkpoint._state_dict.pickled_shards import is_opaque, values_of
 from composable_fsdp.checkpoint._state_dict.tensors import (
     Entry,
     LocalShard,
@@ -127,7 +127,7 @@ def to_form(name: str, tensor: torch.Tensor, sharding: ParameterSharding | None,
                 raise
             raise CheckpointError(
                 f"{name} cannot be gathered: its class {type(local).__name__} does not support it ({said(error)}). "
-                "Use the form Sharded() or Local(), or composable_fsdp.checkpoint.save, which saves its inner tensors."
+                "Use the form Sharded() or Local(), or composable_fsdp.checkpoint.save."
             ) from error
     value = tensor.detach()
     if isinstance(form, Local) or not isinstance(value, DTensor):

@@ -39,9 +39,9 @@ from composable_fsdp.checkpoint._state_dict.model import (
     streams_from_rank0,
     to_form,
 )
-from composable_fsdp.checkpoint._state_dict.opaque_state import (
+from composable_fsdp.checkpoint._state_dict.pickled_shards import (
     Piece,
-    fill_opaque,
+    fill_by_class,
     is_opaque,
     quantized_text,
     state_of_step,
@@ -593,15 +593,16 @@ class _Load:
             target = value
         else:
             target = new_state(kind, path[-1], tuple(value.shape), value.dtype, parameter)
-        if is_sharded and not is_local and is_opaque(value) and not isinstance(value, DTensor):  # no dim cuts it
+        if is_sharded and not is_local and is_opaque(value) and not isinstance(value, DTensor):
             value, kind = values_of(value), OPAQUE
         shard = shard_for(target, member.sharding if is_sharded else None, value, self._form)
         if existing is None and kind == OPAQUE and not is_wrapper(shard):
             existing = like(parameter, self._params.made(member, path, local_part(parameter).shape))
         if existing is not None and local_part(existing).shape == shard.shape:
             if is_wrapper(own := local_part(existing)) or is_wrapper(shard):
-                if fill_opaque(LocalShard(own), [Piece((0,) * own.ndim, shard)]):
-                    self._quantized.append(_title(member.name, path))
+                title = _title(member.name, path)
+                if fill_by_class(title, LocalShard(own), [Piece((0,) * own.ndim, shard)]):
+                    self._quantized.append(title)
             else:
                 own.copy_(shard)
             return existing

@@ -34,7 +34,7 @@ AS_PARAMETER = "sharded"
 PLAIN = "plain"
 """A plain tensor, equal on all ranks, beside a parameter that is a DTensor."""
 OPAQUE = "opaque"
-"""In state dicts: one sharded like its parameter, whose class cannot be cut (``opaque_state.py``)."""
+"""In state dicts: one sharded like its parameter, whose class cannot be cut (``pickled_shards.py``)."""
 UNKNOWN = "unknown"
 """A tensor of another program, or the state of a plain parameter. All others are placements, such as "S1,R"."""
 

@@ -118,7 +118,7 @@ def _warn_of_state_without_checkpoints(optimizer: torch.optim.Optimizer) -> None
     """Warn of state of tensor classes that ``checkpoint.save`` cannot save, once for each class.
 
     Warns:
-        UnsavableStateWarning: such a class cannot be cut like its parameter, and its pickle cannot be loaded.
+        UnsavableStateWarning: the pickle of such a class cannot be loaded.
     """
     smallest: dict[type, tuple[torch.Tensor, str, torch.Tensor]] = {}
     for parameter, entry in optimizer.state.items():
@@ -143,15 +143,11 @@ def _warn_of_state_without_checkpoints(optimizer: torch.optim.Optimizer) -> None
 def _why_not_saved(local: torch.Tensor) -> str:
     if not is_wrapper(local):
         return "the class has __torch_dispatch__ and no __tensor_flatten__. Give it that and __tensor_unflatten__"
-    try:
-        local.chunk(2)
-    except Exception:  # the class's own code: it cannot be cut, and is saved as a pickle
-        return why_not_pickled(local)
-    return ""
+    return why_not_pickled(local)
 
 
 def why_not_pickled(local: torch.Tensor) -> str:
-    """Return why a wrapper that cannot be cut cannot be saved either, or an empty text."""
+    """Return why a wrapper cannot be pickled and loaded again, or an empty text."""
     try:
         torch.save(local, data := io.BytesIO())
         data.seek(0)
@@ -163,8 +159,7 @@ def why_not_pickled(local: torch.Tensor) -> str:
         lines = str(error).splitlines() or [type(error).__name__]
         line = next((line for line in lines if "WeightsUnpickler" in line), lines[0]).strip()
         return (
-            f"its class cannot be cut like the parameter (chunk), nor pickled and loaded again ({line}). Implement "
-            "chunk for the class; or keep only tensors, numbers and strings in its attributes; or admit their classes "
-            "with torch.serialization.add_safe_globals"
+            f"it cannot be pickled and loaded again ({line}). Keep only tensors, numbers and strings in the attributes "
+            "of its class, or admit their classes with torch.serialization.add_safe_globals"
         )
     return ""

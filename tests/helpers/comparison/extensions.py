@@ -187,8 +187,8 @@ def class_without_chunk(library: Library, mesh: DeviceMesh) -> str:
     torch="`torch.distributed.checkpoint` pickles the shards; its `load` raises unless `torch.serialization."
     "add_safe_globals` was called with the class",
     torch_reports=r"Unsupported global: GLOBAL tests\.helpers\.extension_tensors\.Pair",
-    here="`composable_fsdp.checkpoint.save` writes the inner tensors, `load` restores them",
-    reason="A file of plain tensors runs no code of the class when it is loaded.",
+    here="`load` admits the class of the parameter at hand, for it alone",
+    reason="The model at hand says which class is wanted, and only its inner tensors are copied.",
 )
 def checkpoint_of_a_tensor_class(library: Library, mesh: DeviceMesh) -> str:
     def build(values: torch.Tensor) -> Any:
