@@ -31,42 +31,17 @@ from composable_fsdp._core.state import ForwardCall, FSDPState, ModuleReference
 from composable_fsdp.errors import MissingNameError, UnsupportedError
 from composable_fsdp.policies import Reshard, ReshardKind
 
-_REMEDIES = {
-    "_is_root": (
-        "one fully_shard for a whole model: torch's own reads this name where a module around ours is sharded by it; "
-        "composable_fsdp.interop.patch_torch(), called before, makes its callers use ours"
-    ),
-    "_module_fqn": "named_modules() of the model",
-    "_module_info _param_fqn": "named_parameters() of the model",
-    "_mp_policy mp_policy": "the mp_policy of fully_shard",
-    "_modules_to_run_forward": "forward hooks of the modules",
-    "_reduce_dtype param_dtype": "_mp_policy, or the mp_policy that was passed to fully_shard",
-    "_all_gather_process_group _reduce_scatter_process_group": "get_group() of the mesh that was passed to fully_shard",
-    "_orig_dtype _orig_size _sharded_param_data orig_dtype padded_sharded_param_size sharded_size": (
-        "the DTensor of the module: its shape, dtype and to_local()"
-    ),
-    "_sharded_state is_sharded is_unsharded": "parameters() of the module, which are DTensors while it is sharded",
-    "all_gather_outputs": "unsharded_param of the parameter, while the module is unsharded",
-    "to_unsharded unshard wait_for_unshard": "unshard() of the module",
-    "reshard to_sharded": "reshard() of the module",
-    "_all_gather_result": "reshard() of the module frees what was gathered too early",
-    "_states_to_forward_prefetch": "set_modules_to_forward_prefetch(modules) of the module",
-    "_states_to_backward_prefetch": "set_modules_to_backward_prefetch(modules), or set_schedule(prefetch_limit=0)",
-    "accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed": "nothing: post_backward() finds the gradients",
-    "unsharded_accumulated_grad": "get_pending_gradients() and zero_grad() of the module",
-    "lazy_hsdp_allreduce": "set_requires_all_reduce(False) of the module, until the last microbatch",
-    "reduce_grads": "set_requires_gradient_sync() of the module",
-    "force_sum_reduction_for_comms gradient_divide_factor is_last_backward": "set_{}() of the module",
-    "finalize_backward": "finalize_backward() of the model",
-}
-"""The remedies for names of torch's states, groups and parameters that public code uses and these views lack."""
-
-_REMEDY_OF = {name: remedy for names, remedy in _REMEDIES.items() for name in names.split()}
+_OF_ROOT = (
+    "one fully_shard for a whole model: torch's own reads this name where a module around ours is sharded by it; "
+    "composable_fsdp.interop.patch_torch(), called before, makes its callers use ours"
+)
 
 
 def _refuse(view: object, name: str, problem: str = "does not exist") -> Any:
-    remedy = _REMEDY_OF.get(name, "the methods of the module, see docs/upstream.md")
-    raise MissingNameError(f"{name} of torch's FSDP2 {problem} here. Use {remedy.format(name)}.")
+    remedy = (
+        _OF_ROOT if name == "_is_root" else "the methods of the module: the table in docs/upstream.md has each name"
+    )
+    raise MissingNameError(f"{name} of torch's FSDP2 {problem} here. Use {remedy}.")
 
 
 def _set_known(view: object, name: str, value: object) -> None:
