@@ -47,7 +47,7 @@ def shard_by_policy(model: nn.Module, policy: object, shard: Callable[..., objec
     Args:
         model: the outermost module.
         policy: selects the groups; ours or torch's.
-        shard: ``fully_shard``, called with a module or a list of modules, and keywords.
+        shard: ``fully_shard``, called with a module and keywords.
         options: all keywords of the call except ``policy``.
 
     Raises:
@@ -64,12 +64,10 @@ def shard_by_policy(model: nn.Module, policy: object, shard: Callable[..., objec
     registered = [entry for entry in registered_parameters(model) if len(entry.places) > 1]
     for group, chosen in zip(groups, options_of, strict=True):
         if init is not None:
-            for module in group.modules:
-                materialize_meta(module, init, ignored, registered)
-        owners = [state.modules[0] for state in holders(group.modules) if state in owner_states]
-        target = group.modules[0] if len(group.modules) == 1 else list(group.modules)
-        shard(target, **{**chosen, "shared_from": owners, "param_init_fn": None})
-        owner_states.add(state_of(group.modules[0]))
+            materialize_meta(group.module, init, ignored, registered)
+        owners = [state.modules[0] for state in holders([group.module]) if state in owner_states]
+        shard(group.module, **{**chosen, "shared_from": owners, "param_init_fn": None})
+        owner_states.add(state_of(group.module))
 
 
 def _choose_offload(
@@ -102,11 +100,10 @@ def _choose_offload(
 def _names_of(group: Group, taken: Collection[int]) -> dict[int, str]:
     """Return the names that the parameters of ``group`` have in its call, by id, without those ``taken``."""
     names: dict[int, str] = {}
-    for index, module in enumerate(group.modules):
-        for name, parameter in module.named_parameters(prefix=str(index) if len(group.modules) > 1 else ""):
-            is_sharded = state_of_parameter(parameter) is not None or find_replaced(parameter) is not None
-            if id(parameter) not in taken and not is_sharded:
-                names.setdefault(id(parameter), name)
+    for name, parameter in group.module.named_parameters():
+        is_sharded = state_of_parameter(parameter) is not None or find_replaced(parameter) is not None
+        if id(parameter) not in taken and not is_sharded:
+            names.setdefault(id(parameter), name)
     return names
 
 

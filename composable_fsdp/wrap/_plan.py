@@ -1,18 +1,17 @@
 """The plan of a policy: which modules of a model become groups, and with which options. Changes nothing.
 
-A policy gets a :class:`Scope`, which has the modules to choose from, and returns a sequence of :class:`Group`.
-:func:`plan_groups` checks and completes it; ``fully_shard(model, policy=...)`` then makes a group of each.
+A policy gets a :class:`Scope`, which has the modules to choose from, and returns those that become groups, each with
+options of its own. ``fully_shard(model, policy=...)`` then makes a group of each, inner ones first.
 
-Invariants of a complete plan: no module is in two groups; no group comes after one that contains a module of it; the
-last group is that of the model itself; a module that is used within several groups has one of its own; every option is
-one that a group may override.
+Invariants of a plan: the last group is that of the model itself; a module that is used within several groups has one of
+its own; every option is one that a group may override.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -22,24 +21,23 @@ from composable_fsdp.errors import ConfigurationError
 READ_WITHOUT_CALLS = (nn.MultiheadAttention,)
 """Classes that compute with parameters of modules below them without calling these modules."""
 
+Chosen = dict[nn.Module, Mapping[str, object]]
+"""Modules that become groups, with keywords of ``fully_shard`` for each, in place of those of the call."""
+
+
+class Group(NamedTuple):
+    """A module to shard as a group, its name in the model, and its keywords. The name of the model itself is empty."""
+
+    module: nn.Module
+    name: str
+    overrides: Mapping[str, object]
+
 
 @dataclass(frozen=True)
-class Group:
-    """Modules to shard as one group.
+class Policy:
+    """A policy of :mod:`composable_fsdp.wrap`: ``choose`` returns modules of a scope that become groups."""
 
-    Args:
-        modules: usually one; several are sharded as a list.
-        names: the name of each in the model, ``""`` for the model itself.
-        overrides: keywords of ``fully_shard`` for this group, in place of those of the call.
-    """
-
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    overrides: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        return ", ".join(name or "the model itself" for name in self.names)
+    choose: Callable[[Scope], Chosen]
 
 
 class Scope:
@@ -84,22 +82,9 @@ class Scope:
     def numel(self, module: nn.Module) -> int:
         return sum(p.numel() for p in self.parameters(module))
 
-    def group(self, modules: Sequence[nn.Module], overrides: Mapping[str, object] | None = None) -> Group:
-        """Return a group of ``modules``, which are in this scope."""
-        return Group(tuple(modules), tuple(self.modules[module] for module in modules), dict(overrides or {}))
-
-
-@runtime_checkable
-class Policy(Protocol):
-    """An object that decides which modules become groups."""
-
-    def plan(self, scope: Scope) -> Sequence[Group]:
-        """Return the groups, inner ones before those that contain them. The model's own may be omitted."""
-        ...
-
 
 def plan_groups(policy: Policy, scope: Scope, options: Collection[str]) -> list[Group]:
-    """Return all groups that ``policy`` chooses, the model's own last.
+    """Return all groups that ``policy`` chooses, inner ones before those that contain them, and the model's own last.
 
     Args:
         policy: the policy of the user.
@@ -107,59 +92,33 @@ def plan_groups(policy: Policy, scope: Scope, options: Collection[str]) -> list[
         options: names of keywords that groups may override.
 
     Raises:
-        ConfigurationError: the policy chose modules that cannot be a group, a wrong order, or unknown options.
+        ConfigurationError: the policy chose unknown options.
     """
-    groups = list(policy.plan(scope))
-    chosen: dict[nn.Module, Group] = {}
-    within: dict[nn.Module, Group] = {}
+    chosen = policy.choose(scope)
+    while (shared := _used_in_several(scope, chosen)) is not None:
+        chosen[shared] = {}
+    names = scope.modules | {scope.model: ""}
+    groups = [Group(m, name, chosen.get(m, {})) for m, name in names.items() if m in chosen or m is scope.model]
     for group in groups:
-        _check_options(group, options)
-        for module, name in zip(group.modules, group.names, strict=True):
-            if module in chosen:
-                raise ConfigurationError(f"the policy chose {name!r} twice.")
-            if module in within:
-                raise ConfigurationError(
-                    f"the policy chose {name!r} after {within[module].label!r}, which contains it: inner groups come "
-                    "first."
-                )
-            if module not in scope.modules and module is not scope.model:
-                raise ConfigurationError(
-                    f"the policy chose {name!r} ({type(module).__name__}), which cannot be a group: it has no forward "
-                    "or no parameters to shard, or is ignored, sharded already or within such a module."
-                )
-        chosen.update(dict.fromkeys(group.modules, group))
-        within.update((below, group) for m in group.modules for below in m.modules() if below is not m)
-    if scope.model not in chosen:
-        groups.append(Group((scope.model,), ("",)))
-    elif len(chosen[scope.model].modules) > 1:
-        raise ConfigurationError("the policy put the model itself into one group with modules in it.")
-    while shared := _used_in_several(scope, groups):
-        inside = [i for i, group in enumerate(groups) if any(m in set(shared.modules()) for m in group.modules)]
-        groups.insert(max(inside, default=-1) + 1, scope.group([shared]))
+        if unknown := sorted(group.overrides.keys() - set(options)):
+            raise ConfigurationError(
+                f"the policy gave {group.name or 'the model'!r} {', '.join(map(repr, unknown))}, which a group cannot "
+                f"have of its own. It may have {', '.join(sorted(options))}."
+            )
     return groups
 
 
-def _used_in_several(scope: Scope, groups: Sequence[Group]) -> nn.Module | None:
+def _used_in_several(scope: Scope, chosen: Collection[nn.Module]) -> nn.Module | None:
     """Return the outermost module that is in several groups and has no group of its own.
 
     A call of it in one group would find parameters that another group has sharded.
     """
-    chosen = {module: group for group in groups for module in group.modules}
-    groups_of: dict[nn.Module, set[int]] = {}
-    visits = [(scope.model, groups[-1])]  # not recursive: a nested function would own itself, and the modules with it
+    groups_of: dict[nn.Module, set[nn.Module]] = {}
+    visits = [(scope.model, scope.model)]  # not recursive: a nested function would own itself, and the modules with it
     while visits:
         module, group = visits.pop()
-        group = chosen.get(module, group)
-        groups_of.setdefault(module, set()).add(id(group))
+        group = module if module in chosen else group
+        groups_of.setdefault(module, set()).add(group)
         visits += [(child, group) for child in module.children()]
     several = [module for module in scope.modules if len(groups_of.get(module, ())) > 1]
     return several[-1] if several else None
-
-
-def _check_options(group: Group, options: Collection[str]) -> None:
-    unknown = sorted(set(group.overrides) - set(options))
-    if unknown:
-        raise ConfigurationError(
-            f"the policy gave {group.label!r} {', '.join(map(repr, unknown))}, which a group cannot have of its own. "
-            f"It may have {', '.join(sorted(options))}."
-        )

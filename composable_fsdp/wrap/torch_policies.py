@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from composable_fsdp.wrap._plan import Group, Policy, Scope
+from composable_fsdp.wrap._plan import Chosen, Policy, Scope
 from composable_fsdp.wrap.wrap_policy import as_policy, by_class
 
 
@@ -25,7 +25,7 @@ def as_wrap_policy(policy: object) -> Policy:
     if isinstance(policy, torch_wrap.CustomPolicy):
         return as_policy(_as_predicate(policy._lambda_fn))
     if callable(policy) and _takes_remainder(policy):
-        return _AutoWrap(policy)
+        return Policy(partial(_by_auto_wrap, policy))
     return as_policy(policy)
 
 
@@ -48,30 +48,30 @@ def _takes_remainder(policy: Callable[..., Any]) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class _AutoWrap:
-    """Policy from a function ``(module, recurse, nonwrapped_numel) -> bool``.
+def _by_auto_wrap(function: Callable[..., Any], scope: Scope) -> Chosen:
+    """Choose by a function ``(module, recurse, nonwrapped_numel) -> bool``.
 
     With ``recurse=True`` the function returns whether to visit the children of a module with so many parameters. It is
     called again with ``recurse=False`` and the number of parameters that no chosen module below has, and returns
     whether to choose the module.
     """
+    chosen: Chosen = {}
+    _visit(scope.model, function, scope, set(), chosen)
+    return chosen
 
-    function: Callable[..., Any]
 
-    def plan(self, scope: Scope) -> list[Group]:
-        return [scope.group([module]) for module in self._chosen(scope.model, scope, set())]
+def _visit(
+    module: nn.Module, function: Callable[..., Any], scope: Scope, taken: set[nn.Parameter], chosen: Chosen
+) -> None:
+    own = scope.parameters(module)
+    if function(module=module, recurse=True, nonwrapped_numel=_numel(own, taken)):
+        for child in module.children():
+            _visit(child, function, scope, taken, chosen)
+    left = _numel(own, taken)
+    if function(module=module, recurse=False, nonwrapped_numel=left) and module in scope.modules and left:
+        taken.update(own)
+        chosen[module] = {}
 
-    def _chosen(self, module: nn.Module, scope: Scope, taken: set[nn.Parameter]) -> Iterator[nn.Module]:
-        own = scope.parameters(module)
 
-        def answer(*, recurse: bool) -> object:
-            left = sum(p.numel() for p in own if p not in taken)
-            return self.function(module=module, recurse=recurse, nonwrapped_numel=left)
-
-        if answer(recurse=True):
-            for child in module.children():
-                yield from self._chosen(child, scope, taken)
-        if answer(recurse=False) and module in scope.modules and any(p not in taken for p in own):
-            taken.update(own)
-            yield module
+def _numel(parameters: list[nn.Parameter], taken: set[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters if p not in taken)

@@ -1,13 +1,9 @@
-"""Policies for ``fully_shard(model, policy=...)``.
-
-A policy is any object with ``plan(scope) -> Sequence[Group]``: see :class:`Policy`.
-"""
+"""Policies for ``fully_shard(model, policy=...)``."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +12,7 @@ from torch import nn
 
 from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.wrap._plan import READ_WITHOUT_CALLS, Group, Policy, Scope
+from composable_fsdp.wrap._plan import READ_WITHOUT_CALLS, Chosen, Policy, Scope
 
 Predicate = Callable[[nn.Module, str], "bool | Mapping[str, object]"]
 PolicyLike = Policy | Collection[type[nn.Module]] | Callable[..., Any]
@@ -25,11 +21,6 @@ PolicyLike = Policy | Collection[type[nn.Module]] | Callable[..., Any]
 _STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MIN_STACK_FRACTION = 0.01
 """The minimum share of a model's parameters for repeated modules to become groups of their own."""
-
-
-@dataclass(frozen=True)
-class _Policy:
-    plan: Callable[[Scope], list[Group]]
 
 
 def as_policy(policy: object) -> Policy:
@@ -48,7 +39,7 @@ def as_policy(policy: object) -> Policy:
         name = getattr(policy, "__name__", "")
         raise ConfigurationError(f"policy={name} is a function that makes a policy: call it, policy={name}(...).")
     if callable(policy):
-        return _Policy(partial(_by_predicate, policy))
+        return Policy(partial(_by_predicate, policy))
     raise ConfigurationError(
         "policy must be module classes, a function of a module and its name, or one of composable_fsdp.wrap such as "
         f"transformer_blocks(), not {policy!r}."
@@ -69,11 +60,11 @@ def by_class(*classes: type[nn.Module], **overrides: object) -> Policy:
     others = [each for each in given if not (isinstance(each, type) and issubclass(each, nn.Module))]
     if others or not classes:
         raise ConfigurationError(f"a policy of classes takes classes of modules, not {others or 'none'}.")
-    return _Policy(partial(_by_class, classes, overrides))
+    return Policy(partial(_by_class, classes, overrides))
 
 
-def _by_class(classes: tuple[type[nn.Module], ...], overrides: Mapping[str, object], scope: Scope) -> list[Group]:
-    chosen = [scope.group([m], overrides) for m in scope.modules if isinstance(m, classes)]
+def _by_class(classes: tuple[type[nn.Module], ...], overrides: Mapping[str, object], scope: Scope) -> Chosen:
+    chosen: Chosen = {m: overrides for m in scope.modules if isinstance(m, classes)}
     if not chosen:
         present = sorted({type(m).__name__ for m in scope.modules})
         raise ConfigurationError(
@@ -83,9 +74,9 @@ def _by_class(classes: tuple[type[nn.Module], ...], overrides: Mapping[str, obje
     return chosen
 
 
-def _by_predicate(choose: Predicate, scope: Scope) -> list[Group]:
+def _by_predicate(choose: Predicate, scope: Scope) -> Chosen:
     """Call ``choose`` for every module. For the model itself only the options in the answer matter."""
-    groups = []
+    chosen: Chosen = {}
     for module, name in scope.modules.items():
         answer: object = choose(module, name)
         if not isinstance(answer, (bool, Mapping)):
@@ -94,8 +85,8 @@ def _by_predicate(choose: Predicate, scope: Scope) -> list[Group]:
                 "or keywords of fully_shard for that group as a dict."
             )
         if answer is not False:
-            groups.append(scope.group([module], answer if isinstance(answer, Mapping) else {}))
-    return groups
+            chosen[module] = answer if isinstance(answer, Mapping) else {}
+    return chosen
 
 
 def by_size(min_parameters: int) -> Policy:
@@ -106,30 +97,31 @@ def by_size(min_parameters: int) -> Policy:
     given: object = min_parameters
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ConfigurationError(f"by_size takes a positive number of parameters, not {given!r}.")
-    return _Policy(partial(_by_size, min_parameters))
+    return Policy(partial(_by_size, min_parameters))
 
 
-def _by_size(min_parameters: int, scope: Scope) -> list[Group]:
-    groups, taken = [], set[nn.Parameter]()
+def _by_size(min_parameters: int, scope: Scope) -> Chosen:
+    chosen: Chosen = {}
+    taken = set[nn.Parameter]()
     for module in scope.modules:
         left = [p for p in scope.parameters(module) if p not in taken]
         if sum(p.numel() for p in left) >= min_parameters:
-            groups.append(scope.group([module]))
+            chosen[module] = {}
             taken.update(left)
-    return groups
+    return chosen
 
 
 def every_module() -> Policy:
     """Return a policy that makes a group of every module with parameters of its own: least memory, most collectives."""
-    return _Policy(_every_module)
+    return Policy(_every_module)
 
 
-def _every_module(scope: Scope) -> list[Group]:
-    return [
-        scope.group([module])
+def _every_module(scope: Scope) -> Chosen:
+    return {
+        module: {}
         for module in scope.modules
         if isinstance(module, READ_WITHOUT_CALLS) or scope.parameters(module, recurse=False)
-    ]
+    }
 
 
 def transformer_blocks() -> Policy:
@@ -144,22 +136,22 @@ def transformer_blocks() -> Policy:
     Raises:
         ConfigurationError: the model has no such stack; raised by ``fully_shard``.
     """
-    return _Policy(_transformer_blocks)
+    return Policy(_transformer_blocks)
 
 
-def _transformer_blocks(scope: Scope) -> list[Group]:
+def _transformer_blocks(scope: Scope) -> Chosen:
     least = _MIN_STACK_FRACTION * scope.numel(scope.model)
-    found: dict[nn.Module, None] = {}
+    found: Chosen = {}
     for stack in _stacks(scope.model, scope):
         if sum(map(scope.numel, dict.fromkeys(stack))) >= least:
-            found.update(dict.fromkeys(stack))
+            found.update({block: {} for block in stack})
     if not found:
         raise ConfigurationError(
             f"transformer_blocks() found no repeated blocks in {type(scope.model).__name__}: no ModuleList, "
             "ModuleDict or Sequential in it has two modules of one class and of like shapes that hold 1 % of its "
             "parameters. Name their class: policy={BlockClass}; or use by_size(min_parameters)."
         )
-    return [scope.group([module]) for module in scope.modules if module in found]
+    return found
 
 
 def _stacks(module: nn.Module, scope: Scope) -> Iterator[list[nn.Module]]:

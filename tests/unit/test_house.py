@@ -24,7 +24,7 @@ HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
     ".": 656,
-    "_api": 1001,
+    "_api": 998,
     "_consistency": 1068,
     "_core": 5233,
     "checkpoint": 3113,
@@ -35,12 +35,12 @@ MOST_CODE = {
     "interop": 54,
     "optim": 1210,
     "plan": 888,
-    "plugins": 5501,
-    "wrap": 231,
+    "plugins": 5478,
+    "wrap": 204,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 20616
+MOST_CODE_OF_ALL = 20563
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""
