@@ -65,14 +65,14 @@ if TYPE_CHECKING:
     from composable_fsdp._torch_version import NEWEST, OLDEST
     from composable_fsdp.checkpoint import _coordination as rank_group
     from composable_fsdp.checkpoint import _safetensors as safetensors_files
-    from composable_fsdp.checkpoint._archive import FilePart, check_archive
+    from composable_fsdp.checkpoint._archive import check_archive
     from composable_fsdp.checkpoint._convert import convert
     from composable_fsdp.checkpoint._coordination import (Mismatch, PendingSave, join_rank_texts,
         leave_common_unexpected, mismatch_text, refuse, said)
     from composable_fsdp.checkpoint._dcp import directory
     from composable_fsdp.checkpoint._dcp import save as checkpoint_save
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint
-    from composable_fsdp.checkpoint._dcp.metadata import chunks_overlap, read_metadata
+    from composable_fsdp.checkpoint._dcp.metadata import read_metadata
     from composable_fsdp.checkpoint._safetensors import Replacement, StoredTensors, TensorSpec, dtype_code
     from composable_fsdp.checkpoint._state_dict import model
     from composable_fsdp.checkpoint._state_dict.model import Form, OwnerRanks, to_form

@@ -13,14 +13,13 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from struct import unpack
 from typing import IO, Any, NoReturn
 
 from torch.distributed.checkpoint import FileSystemReader
 
-from composable_fsdp._files import open_regular
 from composable_fsdp.errors import CheckpointError
 
 _MOST_DEPTH = 1000
@@ -36,42 +35,14 @@ _MEMORY = re.compile(r"torch\.(cuda\.|sparse\.|storage\.)*\w*(Tensor|Storage)")
 """Names of classes that give memory of any size if they are called. Pickles of tensors only name them."""
 
 
-class FilePart(io.RawIOBase):
-    """The ``nbytes`` from ``start`` of a file, read as a file."""
-
-    def __init__(self, file: IO[bytes], start: int, nbytes: int) -> None:
-        super().__init__()
-        self._file, self._start, self._nbytes, self._at = file.fileno(), start, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence])
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        left = memoryview(buffer)[: max(0, self._nbytes - self._at)]
-        count = os.preadv(self._file, [left], self._start + self._at) if left else 0
-        self._at += count
-        return count
-
-
 class ArchiveReader(FileSystemReader):
     """Torch's reader of tensors in a folder. It checks the part of a file that a tensor is in before torch reads it."""
 
     def _slice_file(self, file: IO[bytes], place: Any) -> IO[bytes]:
-        part = io.BufferedReader(FilePart(file, place.offset, place.length))
+        file.seek(place.offset)
+        part = io.BytesIO(file.read(place.length))
         check_archive(part)
         return part
-
-    def read_bytes(self, place: Any) -> bytes:
-        """Return the bytes of an object."""
-        with open_regular(self.path, place.relative_path) as file:
-            return FilePart(file, place.offset, place.length).readall()
 
 
 def check_archive(file: IO[bytes]) -> None:
@@ -121,29 +92,15 @@ _SIDE_EFFECTS = ("torch.distributed.", "torch.nested.", "torch._dynamo.")
 
 
 class _Node:
-    """A container, or what a call returns, with the nodes in it and the number of its other values."""
-
-    __slots__ = ("inside", "others")
-
-    def __init__(self, values: list[Any]) -> None:
-        self.inside: list[_Node] = []
-        self.others = 0
-        self.add(values)
-
-    def add(self, values: list[Any]) -> None:
-        inside = [value for value in values if isinstance(value, _Node)]
-        self.inside += inside
-        self.others += len(values) - len(inside)
-
-
-class _Tuple(_Node):
-    """A tuple. Its ``values`` are arguments if it is called with."""
+    """A container, or what a call returns, with the values in it: nodes and leaves."""
 
     __slots__ = ("values",)
 
     def __init__(self, values: list[Any]) -> None:
-        super().__init__(values)
         self.values = values
+
+    def nodes(self) -> Iterator[_Node]:
+        return (value for value in self.values if isinstance(value, _Node))
 
 
 class _Name(str):
@@ -182,17 +139,16 @@ class _Graph(pickle._Unpickler):
         root = _Node([result, *(value for stack in (self.stack, *self.metastack) for value in stack)])
         measures: dict[_Node, tuple[float, int]] = {}
         """The number of values in a node, and its depth. A list or dict may be in itself: it is a value there."""
-        path = [(root, iter(root.inside))]
+        path = [(root, root.nodes())]
         while path:
             node, rest = path[-1]
             if (inner := next(rest, None)) is None:
                 path.pop()
-                found = [measures[each] for each in node.inside]
-                count = 1.0 + node.others + sum(each for each, _ in found)
-                measures[node] = count, 1 + max((depth for _, depth in found), default=0)
+                found = [measures.get(value, (1, 0)) for value in node.values]
+                measures[node] = 1.0 + sum(each for each, _ in found), 1 + max((depth for _, depth in found), default=0)
             elif inner not in measures:
                 measures[inner] = 1, 1
-                path.append((inner, iter(inner.inside)))
+                path.append((inner, inner.nodes()))
         count, depth = measures[root]
         if count > _MOST_VALUES + nbytes or depth > _MOST_DEPTH:
             raise CheckpointError(f"it has {count:g} values in {nbytes} bytes, nested {depth} deep: some are repeated")
@@ -210,19 +166,19 @@ class _Graph(pickle._Unpickler):
 
     def _tuple(self) -> None:
         values = self.pop_mark()
-        self.stack.append(_Tuple(values))
+        self.stack.append(_Node(values))
 
     def _short_tuple(self, length: int) -> None:
-        self.stack[-length:] = [_Tuple(self.stack[-length:])]
+        self.stack[-length:] = [_Node(self.stack[-length:])]
 
     def _add(self, length: int) -> None:
         values = self.stack[-length:]
         del self.stack[-length:]
-        self.stack[-1].add(values)
+        self.stack[-1].values.extend(values)
 
     def _add_marked(self) -> None:
         values = self.pop_mark()
-        self.stack[-1].add(values)
+        self.stack[-1].values.extend(values)
 
     def _call(self) -> None:
         arguments = self.stack.pop()
@@ -240,7 +196,7 @@ class _Graph(pickle._Unpickler):
 
 
 def _check_call(name: object, arguments: object) -> None:
-    values = arguments.values if type(arguments) is _Tuple else []
+    values = arguments.values if isinstance(arguments, _Node) else []
     if type(name) is not _Name:
         return  # torch calls no other
     if _MEMORY.fullmatch(name) or (name == "builtins.bytearray" and any(type(each) in (int, bool) for each in values)):

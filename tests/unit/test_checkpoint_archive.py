@@ -17,7 +17,7 @@ from torch.utils.serialization import config as serialization_config
 
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.errors import CheckpointError
-from tests._internals import FilePart, check_archive, checkpoint_save
+from tests._internals import check_archive, checkpoint_save
 from tests.helpers.single_rank_checkpoints import trained
 
 
@@ -120,21 +120,6 @@ def test_a_zip_file_has_each_byte_once(case: str) -> None:
     problems = {"compressed": "is compressed", "in one place": "larger than", "upper case": "calls builtins.bytearray"}
     with pytest.raises(CheckpointError, match=problems.get(case, "it is no file of torch.save")):
         check(bytes(data))
-
-
-def test_a_part_of_a_file_is_read_as_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(range(100)))
-    with (tmp_path / "file").open("rb") as file:
-        part = io.BufferedReader(FilePart(file, 10, 20))
-        assert (part.read(), part.read(1)) == (bytes(range(10, 30)), b"")
-        assert (part.seek(-3, 2), part.read(2), part.tell(), part.seek(-1, 1), part.read()) == (
-            17,
-            b"\x1b\x1c",
-            19,
-            18,
-            b"\x1c\x1d",
-        )
-        assert (part.seek(50), part.read()) == (50, b"")
 
 
 @pytest.mark.behaviour("F-12")

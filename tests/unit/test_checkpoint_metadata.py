@@ -7,15 +7,12 @@ import os
 import pathlib
 import pickle
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -28,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composable_fsdp.errors import CheckpointError
-from tests._internals import chunks_overlap, read_metadata
+from tests._internals import read_metadata
 from tests.helpers.pickle_fuzz import attributes, harmless, valid_metadata, watched
 
 FILE = "__0_0.distcp"
@@ -193,44 +190,33 @@ def placed(places: dict[str, Any], *, chunks: int = 1, numel: int = 10) -> Metad
 
 
 @pytest.mark.parametrize(
-    "places",
+    "names",
     [
-        {"optimizer.state.w.a": [(0, 40)], "optimizer.state.w.b": [(0, 40)]},
-        {"optimizer.state.w.a": [(0, 400)], "optimizer.state.w.b": [(40, 40)]},
-        {"communication.a.residual": [(0, 40)], "communication.b.residual": [(39, 50)]},
-        {"optimizer.param_groups.a.lr": [(0, 40)], "optimizer.param_groups.b.lr": [(0, 40)]},
-        {"model.a": [(0, 40)], "model.b": [(0, 41)]},
-        {"model.a": [(100, 40)], "model.b": [(0, 101)]},
-        {"model.a": [(0, 40)], "object.b": [(0, 40)]},
-        {"object.a": [(0, 40)], "object.b": [(0, 40)]},
-        {"model.object.a": [(0, 40)], "model.object.b": [(0, 40)]},
-        {"model.object": [(0, 40)], "object.b": [(20, 40)]},
+        [f"optimizer.state.w.{number}" for number in range(30)],
+        [f"optimizer.param_groups.{number}.lr" for number in range(30)],
+        [f"model.object.{number}" for number in range(30)],
+        ["model.a", *(f"object.{number}" for number in range(30))],
     ],
-    ids=str,
 )
-def test_two_values_in_one_place_are_refused(folder: Path, places: dict[str, Any]) -> None:
+def test_values_have_no_more_bytes_than_the_files(folder: Path, names: list[str]) -> None:
     """A place takes 100 bytes of metadata: so 100 kB would take 1000 times the bytes of the file."""
-    text = refused(folder, pickle.dumps(placed(places)))
-    assert "two values are in the same bytes of __0_0.distcp, at " in text
+    text = refused(folder, pickle.dumps(placed({name: [(0, 40)] for name in names})))
+    assert "several values are in the same bytes of a file" in text
 
 
-@pytest.mark.parametrize(
-    "places",
-    [
-        {"model.a": [(0, 40), (40, 40)], "model.b": [(40, 40), (0, 40)]},
-        {"model.a": [(0, 40), (0, 40)]},
-        {"model.values.a": [(0, 40), (40, 40)], "model.values.b": [(0, 40), (80, 40)]},
-    ],
-    ids=str,
-)
-def test_tied_tensors_share_all_of_their_places_in_order(folder: Path, places: dict[str, Any]) -> None:
-    """Two chunks in two places would make four tensors, and ten chunks 3,628,800."""
-    assert "two values are in the same bytes" in refused(folder, pickle.dumps(placed(places, chunks=2)))
-    tied = dict.fromkeys(places, next(iter(places.values()))) | {"model.c": [(200, 40), (0, 40)]}
-    if len(places) > 1:
-        (folder / ".metadata").write_bytes(pickle.dumps(placed(dict(list(tied.items())[:-1]), chunks=2)))
-        assert read_metadata(folder).state_dict_metadata.keys() == places.keys()
-    assert "two values are in the same bytes" in refused(folder, pickle.dumps(placed(tied, chunks=2)))
+def test_chunks_at_one_offset_are_in_one_place(folder: Path) -> None:
+    chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))] * 40
+    tensor: dict[str, Any] = {"w": TensorStorageMetadata(TensorProperties(), torch.Size([40]), chunks)}
+    found = Metadata(tensor, None, {MetadataIndex("w", chunks[0].offsets): _StorageInfo(FILE, 0, 100)})
+    assert "in the same bytes of a file" in refused(folder, pickle.dumps(found))
+
+
+def test_tied_tensors_are_in_one_place(folder: Path) -> None:
+    places: dict[str, Any] = {f"model.{number}": [(0, 400), (500, 400)] for number in range(100)}
+    (folder / ".metadata").write_bytes(pickle.dumps(placed(places, chunks=2)))
+    assert read_metadata(folder).state_dict_metadata.keys() == places.keys()
+    places["model.0"] = [(500, 400), (0, 400)]
+    assert "in the same bytes of a file" in refused(folder, pickle.dumps(placed(places, chunks=2)))
 
 
 @pytest.mark.parametrize(
@@ -238,8 +224,6 @@ def test_tied_tensors_share_all_of_their_places_in_order(folder: Path, places: d
     [
         ({"sizes": (2, 3)}, "a chunk lies outside its tensor"),
         ({"sizes": (2, 1)}, "do not have its number of elements"),
-        ({"size": (3,), "offsets": (0, 0), "sizes": (2, 1)}, "chunks of a tensor overlap"),
-        ({"offsets": (0, 1)}, "chunks of a tensor overlap"),
         ({"size": (10**15,), "offsets": (0,), "sizes": (10**15,)}, "a chunk of 4000000000000000 bytes has 100"),
         ({"size": (2**40,) * 2, "offsets": (), "sizes": ()}, "no memory can hold"),
         ({"size": (2**40, 0, 2**40), "offsets": (), "sizes": ()}, "no memory can hold"),
@@ -291,16 +275,6 @@ def test_a_path_begins_with_a_name(folder: Path, path: Any) -> None:
     assert "where torch has a str" in refused(folder, pickle.dumps(found))
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), max_size=5))
-def test_overlaps_are_found_in_two_dims(boxes: list[tuple[int, int, int, int]]) -> None:
-    counts = torch.zeros(8, 8, dtype=torch.int32)
-    chunks = []
-    for row, column, height, width in boxes:
-        counts[row : row + height + 1, column : column + width + 1] += 1
-        chunks.append(ChunkStorageMetadata(torch.Size([row, column]), torch.Size([height + 1, width + 1])))
-    assert chunks_overlap(chunks) is bool(counts.gt(1).any())
-
-
 def test_a_negative_dim_is_refused(folder: Path) -> None:
     data = pickle.dumps(metadata(size=(77,), offsets=(0,), sizes=(77,)), 4)
     assert "is negative" in refused(folder, raw_sizes(data, 77, pickle.BININT + struct.pack("<i", -1)))
@@ -312,9 +286,6 @@ def test_shared_chunks_do_not_multiply_the_work(folder: Path) -> None:
     tensor = TensorStorageMetadata(TensorProperties(), torch.Size([0]), [chunk] * 20_000)
     saved: dict[str, Any] = {f"{number}": tensor for number in range(20_000)}
     assert "it repeats chunks" in refused(folder, pickle.dumps(Metadata(saved, None, {})))
-    saved = {"0": tensor, "1": TensorStorageMetadata(TensorProperties(), torch.Size([0, 1]), tensor.chunks)}
-    text = "tensors of several sizes have the same chunks"
-    assert text in refused(folder, pickle.dumps(Metadata(saved, None, {})))
 
 
 def test_values_that_a_pickle_shares_do_not_multiply_the_work(folder: Path) -> None:
@@ -325,18 +296,6 @@ def test_values_that_a_pickle_shares_do_not_multiply_the_work(folder: Path) -> N
     }
     paths = dict.fromkeys(objects, path)
     assert "0 is not what joins its path" in refused(folder, pickle.dumps(Metadata(objects, paths, {})))
-    long = "a" + ".a" * 1001
-    tensors: dict[str, Any] = {long: BytesStorageMetadata()}
-    assert "a path of more than 1000 parts" in refused(folder, pickle.dumps(Metadata(tensors, {long: (long,)}, {})))
-    # 998 columns and one column in two parts are no grid: they are compared in pairs, for each of several tensors.
-    ends = torch.Size([1] * 58)
-    boxes = [((0, column), (2, 1)) for column in range(998)] + [((row, 998), (1, 1)) for row in range(2)]
-    chunks = [ChunkStorageMetadata(torch.Size([*at, *[0] * 58]), torch.Size([*size, *ends])) for at, size in boxes]
-    size = torch.Size([2, 999, *ends])
-    saved: dict[str, Any] = {f"{n}": TensorStorageMetadata(TensorProperties(), size, list(chunks)) for n in range(3)}
-    begin = time.process_time()
-    assert "KeyError" in refused(folder, pickle.dumps(Metadata(saved, None, {})))  # it has no places
-    assert time.process_time() - begin < 5, "0.1 s each; comparing pairs one by one took 3 s each"
 
 
 def test_a_link_within_the_folder_is_read(folder: Path) -> None:

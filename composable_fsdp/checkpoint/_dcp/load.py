@@ -7,6 +7,7 @@ all ranks are found first, and nothing is loaded if there are any. Its reader un
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from composable_fsdp._core.params import local_part
 from composable_fsdp._extents import like, plain_name
+from composable_fsdp._files import open_regular
 from composable_fsdp.checkpoint._archive import ArchiveReader
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,
@@ -221,12 +223,14 @@ def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[
     """
     objects: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
-    reader = ArchiveReader(folder)
     for key in keys:
         saved = metadata.state_dict_metadata[key]
         if isinstance(saved, BytesStorageMetadata):
             try:
-                objects[key] = decoded(reader.read_bytes(metadata.storage_data[MetadataIndex(key)]))
+                place = metadata.storage_data[MetadataIndex(key)]
+                with io.BufferedReader(open_regular(folder, place.relative_path)) as file:
+                    file.seek(place.offset)
+                    objects[key] = decoded(file.read(place.length))
             except Exception as error:  # damaged bytes may raise anything
                 raise CheckpointError(f"{key!r} cannot be read: {said(error)}.") from error
         elif key.startswith(_SETTINGS):

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, ItemsView, Iterator
-from itertools import pairwise
+from collections.abc import Callable, ItemsView
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -35,10 +34,8 @@ from composable_fsdp.errors import CheckpointError
 _MOST_BYTES_AT_ONCE = 1 << 20
 """The most bytes that one opcode may ask for. Python writes frames of about 64 KiB."""
 
-_MOST, _MOST_DIMS, _MOST_PARTS, _MOST_LETTERS, _MOST_OF_NAME = 2**63 - 1, 64, 1000, 10_000, 100
-"""The most that a number, the dims of a tensor, the parts of a path, the letters of a text and those of the name of a
-class or module may be.
-"""
+_MOST, _MOST_DIMS, _MOST_LETTERS, _MOST_OF_NAME = 2**63 - 1, 64, 10_000, 100
+"""The most that a number, the dims of a tensor, the letters of a text and those of the name of a class may be."""
 
 _ADMITTED = b"".join(
     (
@@ -54,8 +51,8 @@ _ADMITTED = b"".join(
 _MOST_COMPRESSION = 16
 """The values' bytes per byte that tensor classes of optimizer state may have: two bits for a value of fp32."""
 
-_MOST_IRREGULAR = 1000
-"""The most chunks that are compared in pairs. Meshes cut each dim alike, and such chunks are compared dim by dim."""
+_BYTES_OF_CHUNK = 8
+"""A chunk takes more bytes of metadata. A stream that repeats one in fewer is refused."""
 
 T = TypeVar("T")
 
@@ -63,8 +60,9 @@ T = TypeVar("T")
 def read_metadata(folder: Path, manifest: Manifest | None = None) -> Metadata:
     """Read DCP's metadata of the checkpoint ``folder``, without its ``storage_meta``.
 
-    Everything in it is checked: chunks tile their tensors, and each lies in a file of the folder that is as long as the
-    chunk's values need. Sizes of files are those in ``manifest``, whose files have been checked, or else on the disk.
+    The chunks of a tensor have its number of elements. Each lies in a file of the folder, in as many bytes as its
+    values need; all values together have no more bytes than the files. Sizes of files are those in ``manifest``, whose
+    files have been checked, or else on the disk.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -85,18 +83,14 @@ def read_metadata(folder: Path, manifest: Manifest | None = None) -> Metadata:
 
 
 class _Object:
-    """An object as its pickle describes it: the name of what would be called, its arguments, and the state.
+    """An object as its pickle describes it: the name of what would be called, its arguments, and the state."""
 
-    A pickle names an object again in three bytes. So ``made`` keeps what was built of one, which may be large.
-    """
-
-    __slots__ = ("arguments", "kind", "made", "state")
+    __slots__ = ("arguments", "kind", "state")
 
     def __init__(self, kind: object, arguments: object) -> None:
         self.kind = kind
         self.arguments = arguments
         self.state: object = None
-        self.made: Any = None
 
 
 class _BoundedFile(io.BufferedReader):
@@ -153,25 +147,20 @@ class _Values(pickle._Unpickler):
 
 
 def _metadata(value: object, nbytes: int) -> Metadata:
-    """Build the metadata that a stream of ``nbytes`` describes. These bound the work: it has at most as many chunks."""
+    """Build the metadata that a stream of ``nbytes`` describes. They bound its work: few bytes can name many chunks."""
     fields = _fields(value, Metadata)
     planned = fields.get("planner_data")
     saved: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    chunks: _Chunks = {}
     keys = _dict(fields["state_dict_metadata"])
-    unread = "optimizer.param_groups." if any(key == "optimizer.layouts" for key, _ in keys) else None
+    unread = "optimizer.param_groups." if any(key == "optimizer.layouts" for key, _ in keys) else "\0"
+    left = nbytes // _BYTES_OF_CHUNK
     for key, each in keys:
-        if unread and _text(key).startswith(
-            unread
-        ):  # for torch's functions, several in one place: layouts have them too
-            continue
-        saved[_text(key)] = stored = _stored(each, chunks)
-        nbytes -= len(stored.chunks) if isinstance(stored, TensorStorageMetadata) else 0
-        if nbytes < 0:
-            raise pickle.UnpicklingError("it repeats chunks")
+        if not _text(key).startswith(unread):  # for torch's functions, several in one place: layouts have them too
+            saved[key], count = _stored(each, left)
+            left -= count
     return Metadata(
         saved,
-        planned and {_text(key): _path(key, each) for key, each in _dict(planned) if key in saved},
+        planned and {key: _path(key, each) for key, each in _dict(planned) if key in saved},
         {_index(key): _place(each) for key, each in _dict(fields["storage_data"])},
     )
 
@@ -209,12 +198,8 @@ def _number(value: object) -> int:
 
 def _size(value: object) -> torch.Size:
     if type(value) is _Object and value.kind == "torch.Size":
-        if value.made is None:
-            (numbers,) = _of_type(value.arguments, tuple)
-            value.made = _size(numbers)
-        return _of_type(value.made, torch.Size)
-    numbers = value
-    size = torch.Size(map(_number, _of_type(numbers, tuple)[: _MOST_DIMS + 1]))
+        (value,) = _of_type(value.arguments, tuple)
+    size = torch.Size(map(_number, _of_type(value, tuple)[: _MOST_DIMS + 1]))
     if len(size) > _MOST_DIMS or prod(max(1, length) for length in size) > _MOST:  # strides count empty dims as 1
         raise pickle.UnpicklingError("it has a tensor that no memory can hold")
     return size
@@ -224,35 +209,20 @@ def _path(key: str, value: object) -> tuple[str | int, ...]:
     """Return the path of ``key``, which joins its parts. So paths have no more letters than their keys."""
     path = _of_type(value, tuple)
     _text(path[0] if path else None)
-    if max(len(path), key.count(".")) > _MOST_PARTS:
-        raise pickle.UnpicklingError(f"it has a path of more than {_MOST_PARTS} parts")
-    if sum(1 if type(part) is int else len(_text(part)) for part in path) > len(key):
+    letters = sum(1 if type(part) is int else len(_text(part)) for part in path)
+    if letters > len(key) or ".".join(map(str, path)) != key:
         raise pickle.UnpicklingError(f"{key[:100]} is not what joins its path")
-    found = tuple(_number(part) if type(part) is int else _text(part) for part in path)
-    if ".".join(map(str, found)) != key:
-        raise pickle.UnpicklingError(f"{key[:100]} is not what joins its path")
-    return found
+    return path
 
 
-_Chunks: TypeAlias = dict[int, tuple[torch.Size, list[ChunkStorageMetadata]]]
-"""The size of a tensor and its chunks, by the address of the list in the pickle. Tensors may share lists."""
-
-
-def _stored(value: object, known: _Chunks) -> TensorStorageMetadata | BytesStorageMetadata:
-    """Return the metadata of one value. Chunks tile the tensor: torch writes no others, and reads all of them."""
+def _stored(value: object, most: int) -> tuple[TensorStorageMetadata | BytesStorageMetadata, int]:
+    """Return the metadata of one value, and the number of its chunks, which is at most ``most``."""
     if type(value) is _Object and value.kind == f"{BytesStorageMetadata.__module__}.{BytesStorageMetadata.__name__}":
-        return BytesStorageMetadata()
+        return BytesStorageMetadata(), 0
     fields = _fields(value, TensorStorageMetadata)
     size, listed = _size(fields["size"]), _of_type(fields["chunks"], list)
-    if id(listed) not in known:
-        known[id(listed)] = size, _chunks(listed, size)
-    whole, chunks = known[id(listed)]
-    if whole != size:
-        raise pickle.UnpicklingError("tensors of several sizes have the same chunks")
-    return TensorStorageMetadata(TensorProperties(_dtype(fields["properties"])), size, chunks)
-
-
-def _chunks(listed: list[object], size: torch.Size) -> list[ChunkStorageMetadata]:
+    if len(listed) > most:
+        raise pickle.UnpicklingError("it repeats chunks")
     chunks: list[ChunkStorageMetadata] = []
     for each in listed:
         found = _fields(each, ChunkStorageMetadata)
@@ -264,38 +234,7 @@ def _chunks(listed: list[object], size: torch.Size) -> list[ChunkStorageMetadata
         chunks.append(chunk)
     if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
         raise pickle.UnpicklingError("the chunks of a tensor do not have its number of elements")
-    if chunks_overlap([chunk for chunk in chunks if prod(chunk.sizes)]):
-        raise pickle.UnpicklingError("chunks of a tensor overlap")
-    return chunks
-
-
-def chunks_overlap(chunks: list[ChunkStorageMetadata], dim: int = 0) -> bool:
-    """Return whether two of ``chunks``, which are equal in the dims before ``dim``, overlap."""
-    if len(chunks) < 2 or dim == len(chunks[0].sizes):
-        return len(chunks) > 1
-    clusters: list[list[ChunkStorageMetadata]] = []
-    end = 0
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
-        if not clusters or chunk.offsets[dim] >= end:
-            clusters.append([])
-        clusters[-1].append(chunk)
-        end = max(end, chunk.offsets[dim] + chunk.sizes[dim])
-    for cluster in clusters:
-        if len({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in cluster}) == 1:
-            if chunks_overlap(cluster, dim + 1):
-                return True
-        elif len(cluster) > _MOST_IRREGULAR or _any_pair_overlaps(cluster):
-            return True
-    return False
-
-
-def _any_pair_overlaps(chunks: list[ChunkStorageMetadata]) -> bool:
-    begins = torch.tensor([chunk.offsets for chunk in chunks]).t()
-    both = torch.ones(len(chunks), len(chunks), dtype=torch.bool)
-    for begin, length in zip(begins, torch.tensor([chunk.sizes for chunk in chunks]).t(), strict=True):
-        before = begin[:, None] < begin + length
-        both &= before & before.t()
-    return int(both.sum()) > len(chunks)  # each overlaps itself
+    return TensorStorageMetadata(TensorProperties(_dtype(fields["properties"])), size, chunks), len(chunks)
 
 
 def _dtype(value: object) -> torch.dtype:
@@ -325,7 +264,7 @@ def _place(value: object) -> _StorageInfo:
 def _check_places(metadata: Metadata, folder: Path, sizes: dict[str, int]) -> None:
     """Raise if a value has no place, or one outside the files of ``folder``, whose ``sizes`` are known by name.
 
-    Each byte of a file is of one value. So all values together have no more bytes than the files.
+    All values together have no more bytes than the files, or a small file would take long to read.
     """
     for place in metadata.storage_data.values():
         name = place.relative_path
@@ -333,37 +272,23 @@ def _check_places(metadata: Metadata, folder: Path, sizes: dict[str, int]) -> No
             sizes[name] = regular_file(folder, name).stat().st_size
         if place.offset + place.length > sizes[name]:
             raise pickle.UnpicklingError(f"a value ends behind the end of {name}")
-    extents: list[_Extent] = []
-    shared = set[tuple[_Extent, ...]]()
+    used, known = 0, set[object]()
     for key, saved in metadata.state_dict_metadata.items():
-        own = tuple(_extents(key, saved, metadata))
-        # save writes tied weights once. That of 0.2.0 wrote averages too.
-        if key.startswith(("model.", "averages.")) and isinstance(saved, TensorStorageMetadata):
-            if own in shared:
+        if isinstance(saved, TensorStorageMetadata):
+            filled = [chunk for chunk in saved.chunks if prod(chunk.sizes)]
+            places = [metadata.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in filled]
+            for chunk, place in zip(filled, places, strict=True):
+                nbytes = prod(chunk.sizes) * saved.properties.dtype.itemsize
+                if ".state." in key or f"classes.{key}" in metadata.state_dict_metadata:  # a tensor class may need less
+                    nbytes //= _MOST_COMPRESSION
+                if nbytes > place.length:
+                    raise pickle.UnpicklingError(f"a chunk of {nbytes} bytes has {place.length} in its file")
+            own = tuple((place.relative_path, place.offset) for place in places)
+            if key.startswith("model.") and own in known:  # save writes tied weights once
                 continue
-            shared.add(own)
-        extents += own
-    for (name, _, end), (other, begin, _) in pairwise(sorted(extents)):
-        if name == other and begin < end:
-            raise pickle.UnpicklingError(f"two values are in the same bytes of {name}, at {begin}")
-
-
-_Extent: TypeAlias = tuple[str, int, int]
-"""A file, a first byte and an end."""
-
-
-def _extents(key: str, saved: TensorStorageMetadata | BytesStorageMetadata, metadata: Metadata) -> Iterator[_Extent]:
-    """Yield where the value of ``key`` is, chunk by chunk."""
-    sizes = {MetadataIndex(key): 0}
-    if isinstance(saved, TensorStorageMetadata):
-        itemsize = saved.properties.dtype.itemsize
-        # Of chunks at the same offsets all but the last are empty.
-        ordered = sorted(saved.chunks, key=lambda chunk: prod(chunk.sizes))
-        sizes = {MetadataIndex(key, chunk.offsets): prod(chunk.sizes) * itemsize for chunk in ordered}
-    for index, nbytes in sizes.items():
-        if ".state." in key or f"classes.{key}" in metadata.state_dict_metadata:  # a tensor class may need less
-            nbytes //= _MOST_COMPRESSION
-        place = metadata.storage_data[index]
-        if nbytes > place.length:
-            raise pickle.UnpicklingError(f"a chunk of {nbytes} bytes has {place.length} in its file")
-        yield place.relative_path, place.offset, place.offset + place.length
+            known.add(own)
+        else:
+            places = [metadata.storage_data[MetadataIndex(key)]]
+        used += sum(place.length for place in places)
+    if used > sum(sizes.values()):
+        raise pickle.UnpicklingError("several values are in the same bytes of a file")
