@@ -759,7 +759,7 @@ def _state(module: object) -> FSDPState:
 
 def _parameters_below(module: object, state: FSDPState) -> Sequence[ShardedParameter]:
     """Return the parameters of ``state`` that belong to ``module`` and the modules in it: not all of a list's."""
-    if len(state.module_ids) == 1:
+    if len(state.module_refs) == 1:
         return state.group.parameters
     assert isinstance(module, nn.Module)
     own = set(map(id, module.modules()))

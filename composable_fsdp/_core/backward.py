@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, cast
@@ -42,7 +42,7 @@ def unwatched_output(state: FSDPState) -> LifecycleError:
 
 # Up to Python 3.11, a member takes as long as a call to look up on its enum.
 _SUM_UNSHARDED = Accumulation.UNSHARDED
-_SHARDED, _UNSHARDED = ParameterState.SHARDED, ParameterState.UNSHARDED
+_UNSHARDED = ParameterState.UNSHARDED
 
 _MIN_BYTES_IN_FLIGHT = 1 << 20
 """On streams, the bytes of gradients that may always be in flight: small messages cost latency, not bandwidth."""
@@ -54,11 +54,11 @@ _SLACK_DIVISOR = 8
 # Note: ends that no hook sees
 #
 # The backward of a module ends when the gradients of its inputs are complete. A hook on the nodes of the inputs tells
-# so (``call.awaits``). There is none if no input needs a gradient (the first layer), if an input was changed in place,
+# so (``await_inputs``). There is none if no input needs a gradient (the first layer), if an input was changed in place,
 # or inside of transforms. ``record.ends_without_hook`` has such runs. Hooks of a recomputation that only refills saved
-# tensors never fire; it counts in no ``open_calls`` until a gradient enters it.
+# tensors never fire; it is in a record of its own, whose calls are open only once a gradient enters it.
 # What ends them instead, in this order:
-#   1. the last gradient of the group, if all of its parameters are trainable: ``Progress.is_over_for``;
+#   1. the last gradient of the group, if all of its parameters are trainable: ``Root._is_over_for``;
 #   2. else the end of the whole backward, by autograd's callback: ``Root._end_backward_of``.
 # 1 holds for a group that contains other groups only once these were reached and are sharded again: a nested module
 # could run its backward later, and use parameters of the group around it.
@@ -86,25 +86,22 @@ class Progress:
 
     Attributes:
         number: the number of this backward; between backwards, of the next one. Calls store it when backward reaches
-            them, and while they are open.
+            them.
         reached: the states that this backward, or the last one, reached through an output with a hook. After
             the end, states that may hold sums stay in it only if this backward used a parameter of theirs: a missing
             gradient is then a loss, of which ``notice_gradients`` warns.
         current: the state below the root that this backward, or the last one, reached last. ``None`` before the first.
-        is_in_forward: this backward is inside of a forward.
         is_in_context: its last pre-backward was in a context of the caller.
         task: autograd's task, inside which reentrant checkpoints begin others.
         forwards: the states that ran in each forward that may get a backward.
     """
 
-    def __init__(self, states: Collection[FSDPState], task: AutogradTask) -> None:
+    def __init__(self, states: Iterable[FSDPState], task: AutogradTask) -> None:
         self.number = 0
         self.reached: set[FSDPState] = set()
         self.current: FSDPState | None = None
-        self.is_in_forward = False
         self.is_in_context = True
         self.task = task
-        self._states = states
         self.forwards: dict[ForwardRecord, set[FSDPState]] = {}
         self._reached_forwards: set[ForwardRecord] = set()
         self._exits_before_entry: list[ForwardCall] = []
@@ -116,8 +113,7 @@ class Progress:
 
     # -- this backward
 
-    def begin(self, *, is_in_forward: bool) -> None:
-        self.is_in_forward = is_in_forward
+    def begin(self) -> None:
         self.reached.clear()
         self.current = None
         self.task.number = torch._C._current_graph_task_id()
@@ -125,10 +121,8 @@ class Progress:
     def enter(self, call: ForwardCall) -> None:
         """Note that a gradient reached an output of ``call``."""
         call.entered = self.number
-        if call.awaits and call.counted_in != self.number:
-            call.counted_in = self.number
-            call.state.open_calls += 1
-        self._reached_forwards.add(call.run.record)
+        if call.run.record not in self._reached_forwards:
+            self._reach(call.run.record)
         self.reached.add(call.state)
         if call.state.owner_states:
             self.reached.update(call.state.owner_states)
@@ -142,10 +136,16 @@ class Progress:
         # has_entered asks for ``reached`` too: the first question saves a call.
         if call.state not in self.reached and not self.has_entered(call.state):
             self._exits_before_entry.append(call)
+        if call.run.record not in self._reached_forwards:
+            self._reach(call.run.record)
         call.run.awaited -= 1
-        if call.counted_in == self.number:
-            call.counted_in = -1
-            call.state.open_calls -= 1
+        call.state.open_calls -= 1
+
+    def _reach(self, record: ForwardRecord) -> None:
+        """Note that this backward goes through a forward. All calls of that are open now, and of no other one."""
+        self._reached_forwards.add(record)
+        for state, number in record.awaited.items():
+            state.open_calls += number
 
     def end(self) -> None:
         """End the backward.
@@ -186,24 +186,6 @@ class Progress:
         """Return whether backward reached ``state`` through an output that its hooks saw, or did not need to."""
         is_reached = state in self.reached or not state.options.unshard_in_backward
         return is_reached or state.group.parameter_state is _UNSHARDED
-
-    def is_used_around(self, state: FSDPState) -> bool:
-        """Return whether the forward around this backward, if there is one, goes on to use parameters of ``state``."""
-        return self.is_in_forward and state.is_in_use
-
-    def is_over_for(self, state: FSDPState) -> bool:
-        """Return whether the rest of backward needs no parameter of ``state``, all of which have gradients.
-
-        If other states are nested inside, this holds only after backward has been through all other states.
-        """
-        plan = state.group.plan
-        if state.user_states or plan.num_trainable < len(plan.specs) or self.is_used_around(state):
-            return False
-        # A nested state may come later, and use parameters of the group around it.
-        others = (other for other in self._states if other is not state and other.group.plan.specs)
-        return not state.has_nested_states or all(
-            other in self.reached and other.group.parameter_state is _SHARDED for other in others
-        )
 
 
 # -- Reductions of groups, alone or fused, and their queue

@@ -133,7 +133,8 @@ class Root:
         refuse: set while no module may run: raises the error that says why. Else ``None``.
         current_pass: the pass that runs, or ``IDLE``.
         leads_to_backward: returns whether a backward may follow what runs now. An observer may replace it.
-        outermost: the state of the outermost module of the current forward; else ``None``.
+        outermost: the state of the outermost module of the current forward, inside of which a backward may run; else
+            ``None``.
         progress: the progress of the current or last backward.
         observers: the observers, bound for each event.
     """
@@ -189,8 +190,8 @@ class Root:
             self.unshard(state, self.planner.eager(state.group.name, in_backward=True, recomputes=True), "backward")
             return
         run.planned = self.planner.next_run(state)
-        if len(state.module_ids) > 1:
-            run.remaining = set(state.module_ids)
+        if len(state.module_refs) > 1:
+            run.remaining = set(map(id, state.modules))
         state.run = run  # before the gather, which may raise: the record has the run
         self.unshard(state, run.planned, "forward")
         for observe in self.observers.enter_forward:
@@ -329,7 +330,7 @@ class Root:
             is_freed_first = options.reshard_after_backward and not state.has_nested_states and not state.is_shared
             if self.launcher.has_streams and is_freed_first:
                 return  # by the post-backward, which then reduces. Note: order of free, wait and reduce
-        elif options.reshard_after_backward and self.progress.is_over_for(state):
+        elif options.reshard_after_backward and self._is_over_for(state):
             self.launcher.free(state.group)  # first, because the reduction allocates memory
         if options.accumulation is not _SUM_UNSHARDED and not options.reduced_by_observer:
             is_wrapped = state.backward_wrappers.post_backward is not None
@@ -345,8 +346,7 @@ class Root:
         if run.position in run.record.ends_without_hook:
             return  # the last gradient, or the end of backward, comes later. Note: ends that no hook sees
         is_freed = state.options.reshard_after_backward and not state.user_states
-        in_use = self.progress.is_in_forward and state.is_in_use  # by the forward around this backward
-        if run.awaited <= 0 and is_freed and not in_use:
+        if run.awaited <= 0 and is_freed and not (self.outermost is not None and state.is_in_use):
             self.launcher.free(state.group)  # Note: order of free, wait and reduce
         if state.open_calls <= 0 and state not in self.queue.waiting and not state.options.reduced_by_observer:
             self.reduce_gradients(state)
@@ -373,7 +373,7 @@ class Root:
         for work in works:
             work.wait()
         self._end_pass(BACKWARD, succeeded=True)
-        self.current_pass, self.progress.is_in_forward = FORWARD if self.progress.is_in_forward else IDLE, False
+        self.current_pass = FORWARD if self.outermost is not None else IDLE
 
     def _end_backward_of(self, state: FSDPState) -> None:
         """Reduce or hold what is left of ``state``'s gradients, and free or keep its parameters."""
@@ -388,7 +388,7 @@ class Root:
         if group.parameter_state is _SHARDED:
             return
         if state.options.reshard_after_backward:
-            if not self.progress.is_used_around(state):
+            if not self._is_used_around(state):
                 self.launcher.free(state.group)
             return
         if not group.unshard_started:
@@ -398,9 +398,28 @@ class Root:
         for observe in self.observers.kept:
             observe(self, state)
 
+    def _is_used_around(self, state: FSDPState) -> bool:
+        """Return whether the forward around this backward, if there is one, goes on to use parameters of ``state``."""
+        return self.outermost is not None and state.is_in_use
+
+    def _is_over_for(self, state: FSDPState) -> bool:
+        """Return whether the rest of backward needs no parameter of ``state``, all of which have gradients.
+
+        If other states are nested inside, this holds only after backward has been through all other states.
+        """
+        plan, reached = state.group.plan, self.progress.reached
+        is_frozen_in_part = plan.num_trainable < len(plan.specs)
+        if is_frozen_in_part or state not in reached or state.user_states or self._is_used_around(state):
+            return False
+        # A nested state may come later, and use parameters of the group around it.
+        others = (other for other in self.states.values() if other is not state and other.group.plan.specs)
+        return not state.has_nested_states or all(
+            other in reached and other.group.parameter_state is _SHARDED for other in others
+        )
+
     def _begin_backward(self) -> None:
         self.check_available()
-        self.progress.begin(is_in_forward=self.current_pass is FORWARD)
+        self.progress.begin()
         end = functools.partial(self.end_backward)
         self.current_pass, self._end = BACKWARD, ref(end)
         self.drain_before_changes()
@@ -413,7 +432,7 @@ class Root:
                 state.group.hold_set_gradients()
 
     def _begin_pass(self, which: Pass) -> None:
-        if not self.progress.is_in_forward:  # the forward goes on in its thread
+        if which is FORWARD or self.outermost is None:  # else a forward around this backward goes on in its thread
             self._thread = threading.current_thread()
         for observe in self.observers.begin_pass:
             observe(self, which)
@@ -634,11 +653,11 @@ class Root:
                 self.launcher.free(state.group)
         self.progress.forget()
         self.queue.waiting.clear()
-        if self.current_pass is FORWARD or self.progress.is_in_forward:
+        if self.outermost is not None:
             self._end_pass(FORWARD, succeeded=False)
         if self.current_pass is BACKWARD:
             self._end_pass(BACKWARD, succeeded=False)
-        self.current_pass, self.outermost, self.progress.is_in_forward = IDLE, None, False
+        self.current_pass, self.outermost = IDLE, None
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""

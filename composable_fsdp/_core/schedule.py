@@ -246,13 +246,13 @@ class Planner:
     """
 
     def __init__(self, root: FSDPState, states: Mapping[str, FSDPState], *, has_streams: bool) -> None:
-        self._root, self.states, self._has_streams = root, states, has_streams
+        self._root, self.states = root, states
         self.steps = OptimizerSteps()
         self.steps_at_forward = 0
         self.record = self.known = ForwardRecord()
         self.runs_on_all_ranks = False
         self.fused: Fusions = ALONE
-        self.inputs = PlanInputs()
+        self.inputs = PlanInputs(limits=Limits(has_streams=has_streams))
         self._plans: list[tuple[tuple[object, ...], Plan]] = []
         """The last plans with what they depend on, most recent first."""
         self._eager: dict[tuple[str, bool, bool], PlannedRun] = {}
@@ -406,7 +406,7 @@ class Planner:
         facts = {name: _facts_of(state, self._root, names, fused_bytes) for name, state in states.items()}
         known = (key[0] for key, _ in self._plans)  # so that equal facts are identical
         same = next((other for other in known if other == facts), facts)
-        limits = Limits(ahead, fused_bytes, self._has_streams)
+        limits = Limits(ahead, fused_bytes, self.inputs.limits.has_streams)
         self.inputs = PlanInputs(same, limits, sources)
         self._eager.clear()
         return self.inputs

@@ -107,6 +107,7 @@ class ForwardRecord:
         ended: the groups to which a backward may come back, in the order in which they ended. A *position* counts them.
         fused: the fusions of groups in this forward and its backward.
         ends_without_hook: the positions of runs whose end in backward no hook shows. Note: ends that no hook sees.
+        awaited: the number of calls of each state whose end in backward a hook shows.
     """
 
     def __init__(self, fused: Mapping[str, tuple[str, ...]] | None = None) -> None:
@@ -114,6 +115,7 @@ class ForwardRecord:
         self.ended: list[str] = []
         self.fused = fused or {}
         self.ends_without_hook: set[int] = set()
+        self.awaited: dict[FSDPState, int] = {}
 
     def end(self, event: Event, *, leads_to_backward: bool) -> int:
         """Append the post-forward event of a group. Return its position, or -1 if no backward comes back to it."""
@@ -166,9 +168,9 @@ class Run:
 
 # Note: counters of a call
 #
-# ``awaits``: a hook on its inputs exists. ``run.awaited``: hooks of the run that have not fired yet, over all
-# backwards. ``counted_in`` and ``open_calls``: hooks that this backward must still see before the gradients of the
-# group are complete. ``entered``: the backward that was last here.
+# ``record.awaited``: calls of a forward with a hook on their inputs. ``run.awaited``: hooks of the run that have not
+# fired yet, over all backwards. ``state.open_calls``: hooks that this backward must still see before the gradients of
+# the group are complete, over all forwards that it has reached. ``call.entered``: the backward that was last here.
 
 NO_RUN = Run()
 """The run of calls inside another call of the same state. Nothing is written to it."""
@@ -197,14 +199,6 @@ class ForwardCall:
     """Called when the call ends, also after an exception. Set by an observer."""
     is_recomputed: bool = False
     """True if it ran inside a backward. That backward may never reach its inputs: some recomputations only refill."""
-    awaits: bool = False
-    """True if a hook reports that backward has reached the inputs."""
-    counted_in: int = -1
-    """The number of the backward in which it counts in the ``open_calls`` of its state.
-
-    The state's gradients are incomplete until that backward has reached this call's inputs. If a later one comes back
-    to the call, it counts again.
-    """
     entered: int = -1
     """The number of the backward in which a gradient last reached an output of this call."""
 
@@ -264,10 +258,8 @@ class ForwardCall:
     def await_inputs(self) -> None:
         """Note that a hook will report the gradients of this call's inputs."""
         self.run.awaited += 1
-        self.awaits = True
-        if not self.is_recomputed:
-            self.counted_in = self.root.progress.number
-            self.state.open_calls += 1
+        awaited = self.run.record.awaited
+        awaited[self.state] = awaited.get(self.state, 0) + 1
 
 
 class FSDPState:
@@ -284,8 +276,7 @@ class FSDPState:
         self, modules: Sequence[nn.Module], group: ParamGroup, options: Options, owner_states: Sequence[FSDPState] = ()
     ) -> None:
         # Of the call of ``fully_shard``.
-        self._modules = tuple(map(ref, modules))
-        self.module_ids = frozenset(map(id, modules))
+        self.module_refs = tuple(map(ref, modules))
         self.group = group
         self.options = options
         self.owner_states = tuple(owner_states)
@@ -300,7 +291,7 @@ class FSDPState:
         self.run: Run | None = None
         """The current forward run of the modules."""
         self.open_calls = 0
-        """The number of forward calls whose input gradients this backward has not reached."""
+        """The number of calls, of forwards that this backward has reached, whose input gradients it has not."""
         # Between passes.
         self.kept: Kept | None = None
         """Set while the group is kept unsharded between passes."""
@@ -335,7 +326,7 @@ class FSDPState:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules in the order given, without those that were garbage-collected."""
-        return tuple(module for known in self._modules if (module := known()) is not None)
+        return tuple(module for known in self.module_refs if (module := known()) is not None)
 
     @property
     def class_name(self) -> str:

@@ -218,7 +218,7 @@ class Replay:
                 order.append((True, running[name][-1]))
                 continue
             call, position = running[name].pop(), len(positions)
-            _, *others = states[name].module_ids
+            _, *others = map(id, states[name].modules)
             self._end(call, others)
             for at in range(len(others)):  # modules of the same run
                 self._end(self._begin(name), others[at + 1 :])

@@ -52,7 +52,7 @@ class _CurrentForward(Observer):
     def __init__(self, root: ObservedRoot, outermost: FSDPState) -> None:
         states = {name: root.states[name] for name in _names_beneath(outermost)}
         for state in states.values():
-            if len(state.module_ids) > 1:
+            if len(state.module_refs) > 1:
                 raise LifecycleError(
                     f"{state.name!r} are several modules of one group, which have no single position in the order. "
                     "With set_reduce_scatter_unused_params, shard them one by one, or a module that contains them."

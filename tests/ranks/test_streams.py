@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -93,6 +94,30 @@ def test_small_groups_on_streams_do_not_wait_for_large_ones() -> None:
             play(model, 2, rank)
     events = [str(e) for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
     assert events[:3] == ["reduce 2", "reduce 1", "reduced 2"], events
+
+
+@pytest.mark.parametrize("pending", ["two forwards", "a forward without a backward"])
+@on_ranks(2, environment=SOCKETS)
+def test_a_forward_of_another_backward_does_not_defer_reductions(pending: str) -> None:
+    """With one more forward than backwards, as in 1F1B or after a validation, each group is still reduced at once."""
+
+    def order_of(loss: torch.Tensor) -> list[str]:
+        with Recorder() as recorder:
+            loss.backward()
+        return [str(event) for event in recorder if event.operation in (Operation.RESHARD, Operation.REDUCE)]
+
+    with streams():
+        model: Any = towers()
+        shard_towers(model)
+        batches = [batch(step, dist.get_rank()) for step in range(2)]
+        for step in range(2):
+            play(model, step, dist.get_rank())
+        usual = order_of(model(batches[0].requires_grad_()).sum())
+        first, second = (model(x.requires_grad_()).sum() for x in batches)
+        assert order_of(first if pending == "two forwards" else second) == usual
+        if pending == "two forwards":
+            assert order_of(second) == usual
+        assert order_of(model(batches[1]).sum()) == usual
 
 
 @pytest.mark.behaviour("C-17")
