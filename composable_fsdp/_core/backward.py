@@ -288,7 +288,7 @@ class GroupReduction:
             raise
         # The state tables move on.
         for member in self.members:
-            member.end_reduction(is_partial=self.is_partial)
+            member.end_reduction(self._pending, is_partial=self.is_partial)
             if trace.listeners and not self.is_partial:
                 trace.emit(trace.Operation.REDUCED, member.name, begin=begin)
 

@@ -47,7 +47,7 @@ from composable_fsdp._core.registration import Registration, plain_shard
 from composable_fsdp.errors import DeviceError, LifecycleError, ParameterError
 from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
-_reduction_of = attrgetter("reduction", "were_summed", "partial_reduction")
+_reduction_of = attrgetter("reduction", "were_summed")
 """The settings in which gradients that are reduced together must agree."""
 
 UNSHARD_STARTED = frozenset({ParameterState.UNSHARDING, ParameterState.UNSHARDED})
@@ -756,9 +756,10 @@ class ParamGroup:
 
     def start_reducing(self) -> bool:
         """Reset the counters for a reduction of the gradients. Return False if there are none."""
-        # The sum of earlier reductions over the shard axis goes into this one.
+        # The sum of earlier reductions over the shard axis goes into this one, which decides the state from now on.
         if self.partial_reduction is not None:
-            self.partial_reduction.wait()  # the reduction includes its result
+            self.partial_reduction.wait()
+            self.partial_reduction = None
         before = self.gradient_state
         self._num_ready = self._ahead = 0
         self.gradient_state = _AFTER_REDUCE[before]
@@ -766,7 +767,8 @@ class ParamGroup:
 
     def is_reduced_like(self, others: Sequence[ParamGroup]) -> bool:
         """Return True if one message may have the gradients of this group and ``others``, by their settings."""
-        if self.partial_reduction is not None or self.reduction.all_reduce_hook is not None:
+        has_sums = (bucket.reducer.partial_sum is not None for group in (self, *others) for bucket in group.buckets)
+        if self.reduction.all_reduce_hook is not None or any(has_sums):
             return False
         return not any(map(_reduction_of(self).__ne__, map(_reduction_of, others)))
 
@@ -796,12 +798,12 @@ class ParamGroup:
         self.were_summed = False
         self.partial_reduction = pending if is_partial else None
 
-    def end_reduction(self, *, is_partial: bool) -> None:
-        """Change the state after the reduction of a backward is done."""
-        if is_partial:
-            self._advance_gradients(GradientOperation.KEEP)
-        else:
+    def end_reduction(self, pending: InFlight[list[ReducedBucket]], *, is_partial: bool) -> None:
+        """Change the state after ``pending`` is done, unless a later reduction has taken its sum."""
+        if not is_partial:
             self.gradient_state = _AFTER_COMPLETE.get(self.gradient_state) or self._advance_gradients(_COMPLETE)
+        elif pending is self.partial_reduction:
+            self._advance_gradients(GradientOperation.KEEP)
 
     def _advance_gradients(self, operation: GradientOperation) -> GradientState:
         self.gradient_state = advance(GRADIENT_TRANSITIONS, self.gradient_state, operation, self.name)

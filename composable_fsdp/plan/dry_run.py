@@ -321,7 +321,7 @@ class DryLauncher:
 
     def finish(self, reduction: GroupReduction, unread: Any = None) -> None:
         for member in reduction.members:
-            member.end_reduction(is_partial=reduction.is_partial)
+            member.end_reduction(cast(Any, _SUMS), is_partial=reduction.is_partial)
         self._note(WaitReduce(1))
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,26 @@ def test_a_partial_sum_belongs_to_the_next_all_reduce_while_others_are_in_flight
             (plain(batches[number]).square().sum() / 4).backward()
         for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.full_tensor(), expected.grad, msg=f"{limit} in flight, {pattern}")  # type: ignore[union-attr]
+
+
+@pytest.mark.behaviour("C-07")
+@on_ranks(2)
+def test_a_sum_that_is_in_flight_at_the_next_backward_is_delivered_once() -> None:
+    """Its own completion comes after the reduction that took it, and must not make it a pending sum again."""
+    task, rank = TASKS["mlp"], dist.get_rank()
+    counts = set()
+    for in_flight, waits in ((1, True), (1, False), (4, False)):
+        model: Any = shard_layers(task.build(), fully_shard)
+        model.set_reduce_scatter_max_input_buffers(in_flight)
+        with Recorder() as recorder:
+            model.set_is_last_backward(waits)
+            with no_sync(model, sharded=True):
+                task.loss(model, task.batch_of(0, rank)).backward()
+            model.set_is_last_backward(True)
+            task.loss(model, task.batch_of(1, rank)).backward()
+        counts.add(sum(event.operation is Operation.REDUCE for event in recorder))
+        model.to(torch.float64)  # refused while gradients are not delivered
+    assert len(counts) == 1, f"{counts} reductions: one for each group and backward"
 
 
 @pytest.mark.behaviour("C-07", "C-03")
