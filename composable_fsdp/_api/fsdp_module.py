@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import EllipsisType
@@ -30,10 +29,10 @@ from composable_fsdp._api.torch_types import (
     find_state,
 )
 from composable_fsdp._core.group_plan import GradientState, ParameterState
-from composable_fsdp._core.hooks import hooked_forward, root_of
+from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root
-from composable_fsdp._core.seams import CLASS_MEMBERS, runs_outside
+from composable_fsdp._core.seams import runs_outside
 from composable_fsdp._core.state import Accumulation, FSDPState, connections, state_of, states_below
 from composable_fsdp._other_names import OF_FSDP1, RENAMED, UNSUPPORTED
 from composable_fsdp.errors import (
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("FSDPModule", "GradientReductionHandle", "UnshardHandle"),
-    *("no_sync", "sharded_class", "share_comm_ctx", "step_schedule"),
+    *("find_attribute", "no_sync", "of_torch_alone", "share_comm_ctx", "step_schedule"),
 ]
 
 logger = logging.getLogger(__name__)
@@ -686,16 +685,16 @@ def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
         root_of(state).streams = root_of(states[0]).streams
 
 
-def _of_torch_alone() -> list[str]:
+def of_torch_alone() -> list[str]:
     """Return the public methods of the installed torch's class that ours lacks."""
     return [name for name in dir(TorchFSDPModule) if not name.startswith("_") and name not in vars(FSDPModule)]
 
 
-for _name in _of_torch_alone():
+for _name in of_torch_alone():
     setattr(FSDPModule, _name, property())  # has no getter, so that __getattr__ is called
 
 
-def _getattr(module: nn.Module, name: str) -> Any:
+def find_attribute(module: nn.Module, name: str) -> Any:
     """Look up ``name`` as ``nn.Module.__getattr__`` does, as fast, and say what replaces a method that is gone."""
     namespace = module.__dict__
     if "_modules" in namespace:  # else nn.Module.__init__ has not run
@@ -719,32 +718,6 @@ def _getattr(module: nn.Module, name: str) -> Any:
     if name.startswith("set_") and (meant := difflib.get_close_matches(name, vars(FSDPModule), 1, 0.8)):
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}. Did you mean {meant[0]!r}?")
     return nn.Module.__getattr__(module, name)
-
-
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def has_sharded() -> bool:
-    """Return whether ``fully_shard`` has sharded any module in this process."""
-    return bool(_classes)
-
-
-def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of ``FSDPModule`` and ``original`` for sharded modules of that class, one per class."""
-    if original not in _classes:
-        body: dict[str, Any] = {"__module__": original.__module__, "__doc__": original.__doc__}
-        for members_of in CLASS_MEMBERS:
-            body.update(members_of(original))
-        if original.forward is not nn.Module.forward:
-            body["forward"] = hooked_forward(original.forward)
-        if original.__getattr__ is nn.Module.__getattr__:
-            body["__getattr__"] = _getattr
-        body |= {name: property() for name in _of_torch_alone()}  # some may have come after the import
-        made = types.new_class(
-            f"FSDP{original.__name__}", (FSDPModule, original), exec_body=lambda namespace: namespace.update(body)
-        )
-        _classes.setdefault(original, made)  # another thread may have been first
-    return _classes[original]
 
 
 def _change_reduction(module: object, **settings: Any) -> None:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp._api.fsdp_module import sharded_class
+from composable_fsdp._api import torch_types
+from composable_fsdp._api.fsdp_module import FSDPModule, find_attribute, of_torch_alone
 from composable_fsdp._api.param_discovery import ParamDiscovery, PlacementFunction
 from composable_fsdp._api.strategy import ShardingStrategy, StrategyName, resolve_strategy
-from composable_fsdp._api.torch_types import (
-    as_mesh_dims,
-    as_mixed_precision_policy,
-    as_offload_policies,
-    as_strategy,
-    sharded_by_torch,
-)
 from composable_fsdp._core.full_mesh import FullMesh, default_mesh, named_data_parallel_axes, warn_without_cpu_backend
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.hooks import install_hooks, optimizer_hooks
+from composable_fsdp._core.hooks import hooked_forward, install_hooks, optimizer_hooks
 from composable_fsdp._core.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp._core.params import note_replaced
-from composable_fsdp._core.seams import OBSERVERS, check_observers, outside_callers_context
+from composable_fsdp._core.seams import CLASS_MEMBERS, OBSERVERS, check_observers, outside_callers_context
 from composable_fsdp._core.state import FSDPState, Options, find_ignored, find_state, state_of
 from composable_fsdp._other_names import FSDP1_ARGUMENTS
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
@@ -147,18 +142,17 @@ def fully_shard(
         return module
     # Turn torch's objects and names into ours.
     if strategy is not None:
-        dims = as_mesh_dims(dp_mesh_dims)
-        mesh, reshard_after_forward = resolve_strategy(as_strategy(strategy), mesh, dims, reshard_after_forward)
-    precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policies(offload_policy)
+        chosen, dims = torch_types.as_strategy(strategy), torch_types.as_mesh_dims(dp_mesh_dims)
+        mesh, reshard_after_forward = resolve_strategy(chosen, mesh, dims, reshard_after_forward)
+    precision = torch_types.as_mixed_precision_policy(mp_policy)
+    offload = torch_types.as_offload_policies(offload_policy)
     modules = _as_modules(module)
     # Refuse modules that cannot be sharded.
     for each in modules:
         _check_module(each)
     check_observers()
-    for observer in OBSERVERS:
-        observer.before_sharding(modules)
     # Find the ranks, and what to leave alone.
-    axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)
+    axes, full_mesh = _axes(mesh, torch_types.as_mesh_dims(dp_mesh_dims), device)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
     ignored = find_ignored(modules, ignored_params, ignored_modules)
     # Give parameters on meta their values.
@@ -202,7 +196,7 @@ def fully_shard(
 
             cut = cut_over((axes, *(source.sharding.axes for source in sources)), reshard.mesh_size)
         name = ", ".join(type(each).__name__ for each in modules)
-        classes = [sharded_class(type(each)) for each in modules]
+        classes = [_sharded_class(type(each)) for each in modules]
         # Put sharded parameters in their places, once all checks have passed.
         discovery.register_shared()
         group = ParamGroup(name, sources, axes)
@@ -238,6 +232,32 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         from composable_fsdp.plugins.module_calls import wrap_forward_method  # few programs need it
 
         wrap_forward_method(state, module, method_name)
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def has_sharded() -> bool:
+    """Return whether ``fully_shard`` has sharded any module in this process."""
+    return bool(_classes)
+
+
+def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of ``FSDPModule`` and ``original`` for sharded modules of that class, one per class."""
+    if original not in _classes:
+        body: dict[str, Any] = {"__module__": original.__module__, "__doc__": original.__doc__}
+        for members_of in CLASS_MEMBERS:
+            body.update(members_of(original))
+        if original.forward is not nn.Module.forward:
+            body["forward"] = hooked_forward(original.forward)
+        if original.__getattr__ is nn.Module.__getattr__:
+            body["__getattr__"] = find_attribute
+        body |= {name: property() for name in of_torch_alone()}  # some may have come after the import
+        made = types.new_class(
+            f"FSDP{original.__name__}", (FSDPModule, original), exec_body=lambda namespace: namespace.update(body)
+        )
+        _classes.setdefault(original, made)  # another thread may have been first
+    return _classes[original]
 
 
 def _unknown_argument(name: str) -> ArgumentTypeError:
@@ -277,7 +297,7 @@ def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"fully_shard takes an nn.Module or a list of them, not {type(module).__name__}.")
     name = type(module).__name__.removeprefix("FSDP")
-    foreign = sharded_by_torch(module)
+    foreign = torch_types.sharded_by_torch(module)
     if foreign is not None:
         raise ConfigurationError(
             f"torch's own fully_shard has sharded {foreign!r} of the {name} given to ours. Shard all of a model by one "

@@ -99,9 +99,6 @@ class Observer:
 
     # Of the process. Only the observers in the list are told.
 
-    def before_sharding(self, modules: Sequence[nn.Module]) -> None:
-        """Note that ``fully_shard`` was called with ``modules``."""
-
     def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
         """Note that ``fully_shard`` has made ``state``. ``modules``: handles of hooks, ``None`` for inner modules."""
 
@@ -284,7 +281,7 @@ def check_observers() -> None:
 # -- The context of the caller, which hooks leave: autocast, dispatch modes, and transforms of torch.func
 
 LEFT_CONTEXTS: list[Callable[[], AbstractContextManager[None]]] = []
-"""Leave contexts of other packages, each of which has a mode of torch: hooks leave nothing if there is no mode."""
+"""Leave contexts of other packages, each of which has a mode of torch: nothing is left if there is no mode."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -325,7 +322,7 @@ def outside_callers_context() -> Iterator[None]:
     """Leave the caller's context, in this thread, until the end of the block."""
     with ExitStack() as left:
         # Contexts of other packages, then of torch.func, autocast, dispatch modes and function modes.
-        for leave in LEFT_CONTEXTS:
+        for leave in LEFT_CONTEXTS if dispatch_modes() or function_modes() else ():
             left.enter_context(leave())
         if in_transform():
             left.enter_context(_C._DisableFuncTorch())

@@ -129,7 +129,7 @@ def _run(arguments: Sequence[str], *, as_module: bool) -> None:
 
 def _report_unused() -> None:
     """Say on the first rank if nothing was sharded: the program then did not run on this library."""
-    from composable_fsdp._api.fsdp_module import has_sharded
+    from composable_fsdp._api.fully_shard import has_sharded
 
     if not has_sharded() and os.environ.get("RANK", "0") == "0":
         printing.show_error(

@@ -1,7 +1,7 @@
 """The recorded events of each rank, of which timelines are made, and their files.
 
-``COMPOSABLE_FSDP_TIMELINE=folder`` makes every rank record from its first ``fully_shard`` on, and write a file to the
-folder when its program ends. The file is one JSON document:
+``COMPOSABLE_FSDP_TIMELINE=folder`` makes every rank record from the first use of a sharded model on, and write a file
+to the folder when its program ends. The file is one JSON document:
 
     rank, world_size
     attempt: the restarts by torchrun before
@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
-from torch import nn
 
 from composable_fsdp import trace
 from composable_fsdp._consistency.rank_report import MOST_RANKS
-from composable_fsdp._core.seams import Observer
+from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._files import read_text, replace_file
 from composable_fsdp.errors import ConfigurationError, printable
 from composable_fsdp.trace import Operation, TraceEvent
@@ -63,7 +62,7 @@ def file_name(rank: int) -> str:
 class TimelineRecorder(Observer):
     """Begins the recording that the environment variable asks for."""
 
-    def before_sharding(self, modules: Sequence[nn.Module]) -> None:
+    def for_root(self, root: ObservedRoot) -> None:
         if folder := os.environ.get(_VARIABLE):
             _record(folder)
         if os.environ.get(_FORMER_VARIABLE):

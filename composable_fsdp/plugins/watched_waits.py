@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 
 import torch.distributed as dist
-from torch import nn
 from torch.autograd import Variable
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -31,8 +30,8 @@ from composable_fsdp._core.comm import (
 from composable_fsdp._core.group_plan import Pass
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
-from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
-from composable_fsdp._core.state import ForwardCall, FSDPState, connections
+from composable_fsdp._core.seams import ObservedRoot, Observer
+from composable_fsdp._core.state import ForwardCall, connections
 from composable_fsdp.errors import FSDPError, PeerError
 
 # -- The decorator of communicators that reports waits to the watchdog of the job, and lets ranks compare operations
@@ -263,12 +262,10 @@ def compared(group: dist.ProcessGroup) -> int:
 class OrderCheckLevel(Observer):
     """Sets the level of each root that is assembled: an earlier model may have set another for its process groups."""
 
-    def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
-        state.change_for_plugin("order check", order_check_from())
-
-    def for_root(self, root: ObservedRoot) -> Observer | None:
-        compare(connections(root.states.values()), root.root_state.options.of_plugins["order check"])
-        return None
+    def for_root(self, root: ObservedRoot) -> None:
+        level = root.root_state.options.of_plugins.get("order check") or order_check_from()
+        root.root_state.change_for_plugin("order check", level)
+        compare(connections(root.states.values()), level)
 
 
 # -- Reports of the running passes: to the watchdog of the job, which other ranks ask, and to traces

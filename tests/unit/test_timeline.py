@@ -309,6 +309,6 @@ def test_the_variable_of_the_former_flight_recorder_is_answered_once(monkeypatch
     monkeypatch.setenv("COMPOSABLE_FSDP_DIAGNOSTICS", "runs")
     with single_rank():
         for _ in range(2):
-            fully_shard(nn.Linear(2, 2))
+            fully_shard(nn.Linear(2, 2))(torch.ones(1, 2))
     (text,) = [record.getMessage() for record in caplog.records if "flight recorder" in record.getMessage()]
     assert text.startswith("COMPOSABLE_FSDP_DIAGNOSTICS has no effect: the flight recorder is gone. Errors and")

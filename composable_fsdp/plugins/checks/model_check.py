@@ -27,7 +27,7 @@ from composable_fsdp._consistency.verify_ranks import SHOWN_RANKS, gather_texts,
 from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.params import ShardedParameter, local_part
 from composable_fsdp._core.seams import ObservedRoot, Observer
-from composable_fsdp._core.state import ROOT_OPTIONS, FSDPState, state_of_parameter
+from composable_fsdp._core.state import ROOT_OPTIONS, FSDPState
 from composable_fsdp.errors import ConfigurationError, DivergenceError, ParameterError
 
 SAMPLED = 64
@@ -179,9 +179,7 @@ class ModelCheck(Observer):
     """Compares the settings of groups, and the models of all ranks, before the first collective."""
 
     def given_values(self, parameter: ShardedParameter, full: torch.Tensor) -> None:
-        state = state_of_parameter(parameter)
-        is_checked = state is not None and state.options.of_plugins.get("order check") is not OrderCheck.OFF
-        if is_checked and parameter.sharding.axes.num_ranks > 1:
+        if parameter.sharding.axes.num_ranks > 1:
             whole, shard = _sample(local_part(full)), _sample(parameter.local_now)
             if whole is not None and shard is not None:
                 _starts[parameter] = whole, shard

@@ -45,7 +45,7 @@ class Extensions(GatherKind):
     """Gathers parameters whose local tensors have FSDP hooks, or a class to keep, for :class:`ExtendedBucket`."""
 
     def find(self) -> None:
-        self._hooks = {p: hooks_of(p.local) for p in self.group.parameters if keeps_class(p.local)}
+        self._hooks = {p: hooks_of(p.local) for p in self.group.parameters if _keeps_class(p.local)}
         self._found = {parameter: self._extension(parameter) for parameter in self._hooks}
 
     def _extension(self, p: ShardedParameter) -> GatherExtension:
@@ -84,7 +84,7 @@ class Extensions(GatherKind):
     def cut(
         name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device
     ) -> torch.Tensor | None:
-        return cut_shard(name, full, shards, rank, device) if keeps_class(full) else None
+        return cut_shard(name, full, shards, rank, device) if _keeps_class(full) else None
 
     @staticmethod
     def check_copy(name: str, local: torch.Tensor, copy: torch.Tensor) -> None:
@@ -94,6 +94,11 @@ class Extensions(GatherKind):
                 "not a copy. Use a tensor class with these methods, or hang hooks on a second model that you build and "
                 "load."
             )
+
+
+def _keeps_class(tensor: torch.Tensor) -> bool:
+    """Return False at once for a plain tensor with no attribute of its own, as most are."""
+    return (type(tensor) not in (torch.Tensor, torch.nn.Parameter) or bool(vars(tensor))) and keeps_class(tensor)
 
 
 Spec = tuple[tuple[int, ...], torch.dtype]
