@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from composable_fsdp.codecs.communication_policy import CommunicationPolicy
     from composable_fsdp.codecs.error_feedback import ErrorFeedback
     from composable_fsdp.codecs.float8 import Float8
-    from composable_fsdp.diagnostics.communication_report import communication_report
     from composable_fsdp.diagnostics.describe import describe
     from composable_fsdp.diagnostics.nonfinite import find_nonfinite
     from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
@@ -80,7 +79,6 @@ __all__ = [
     "ShardingStrategy",
     "UnshardHandle",
     "clip_grad_norm_",
-    "communication_report",
     "copy_params",
     "cpu_offload_by_budget",
     "describe",
@@ -121,7 +119,6 @@ _ON_FIRST_USE = FirstUse(
         "codecs.communication_policy": "CommunicationPolicy",
         "codecs.error_feedback": "ErrorFeedback",
         "codecs.float8": "Float8",
-        "diagnostics.communication_report": "communication_report",
         "diagnostics.describe": "describe",
         "diagnostics.nonfinite": "find_nonfinite",
         "errors": "DivergenceError FSDPError PeerError",
@@ -151,6 +148,8 @@ _IN_PLACE = "is FSDP1's wrapper: fully_shard(module) shards a module in place: f
 _OTHER_NAMES = {
     **dict.fromkeys(("save", "load", "latest"), _IN_CHECKPOINT),
     **dict.fromkeys(("FSDP", "FullyShardedDataParallel"), _IN_PLACE),
+    "communication_report": "is gone: events of composable_fsdp.trace.Recorder have the bytes of each group, with and "
+    "without codecs",
     "tie_groups": "is gone: name the owner of the parameters, fully_shard(head, shared_from=[embedding])",
     "reload_optimizer": "is gone: load the state dict of the offloaded optimizer into a new one",
     "apply_to_full_params": "is gone: for each sharded module, change its parameters inside of "

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import CommunicationPolicy, communication_report, fully_shard, shutdown
+from composable_fsdp import CommunicationPolicy, fully_shard, shutdown
+from composable_fsdp.trace import Operation, Recorder
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,12 @@ def main() -> None:
         optimizer.zero_grad()
         if dist.get_rank() == 0 and step % 33 == 0:
             print(f"step {step:3}: loss {loss.item():.4f}")
+    with Recorder() as recorder:
+        model(x).sum().backward()
     if dist.get_rank() == 0:
-        print(communication_report(model))
+        for event in recorder:
+            if event.operation in (Operation.UNSHARD, Operation.REDUCE):
+                print(f"{event}: {event.bytes:,} bytes, {event.plain_bytes:,} without the codec")
     shutdown()
 
 

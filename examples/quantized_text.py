@@ -121,8 +121,9 @@ def run() -> int:
     comparison = from_rank_0(prepare)
     mesh = make_mesh(options, device, dist.get_world_size())
     bench = Bench(plan, device, mesh, load_corpus(seq=options.seq), reporter)
+    tokens = bench.corpus.training.batch("traffic", batch=1, seq=options.seq).to(device).inputs
     for variant in plan.variants:
-        comparison.traffic[variant] = traffic_of(bench.model(variant, seed=0))
+        comparison.traffic[variant] = traffic_of(bench.model(variant, seed=0), tokens)
     for variant in plan.variants:
         for seed in plan.seeds:
             if not comparison.has(variant, seed):

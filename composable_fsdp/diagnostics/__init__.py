@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 from composable_fsdp._first_use import FirstUse
 
 if TYPE_CHECKING:
-    from composable_fsdp.diagnostics.communication_report import CommunicationReport, CommunicationRow
     from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription
     from composable_fsdp.diagnostics.meters import Meter, Reading
     from composable_fsdp.diagnostics.timeline import write_timeline
 
 __all__ = [
-    "CommunicationReport",
-    "CommunicationRow",
     "GroupDescription",
     "Meter",
     "ModelDescription",
@@ -30,7 +27,6 @@ __all__ = [
 _ON_FIRST_USE = FirstUse(
     __name__,
     {
-        "communication_report": "CommunicationReport CommunicationRow",
         "describe": "GroupDescription ModelDescription",
         "meters": "Meter Reading",
         "timeline": "write_timeline",

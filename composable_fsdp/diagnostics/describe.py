@@ -16,7 +16,6 @@ from composable_fsdp._core.hooks import root_of, states_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp._text import count, text_table
-from composable_fsdp.diagnostics.communication_report import reshard_kind
 from composable_fsdp.policies import ReshardKind
 
 _AFTER_FORWARD = {ReshardKind.ALWAYS: "free", ReshardKind.NEVER: "keep", ReshardKind.SMALLER: "keep 1/{}"}
@@ -147,11 +146,18 @@ def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupD
         placements=tuple(dict.fromkeys(" ".join(map(str, p.sharding.placements)) for p in parameters)),
         meshes=tuple(dict.fromkeys(map(_mesh, [p.sharding.mesh for p in parameters] or [state.group.axes.mesh]))),
         dtypes=tuple(dict.fromkeys((s.dtype, s.compute_dtype, s.reduce_dtype) for s in specs)),
-        after_forward=_AFTER_FORWARD[reshard_kind(state)].format(state.options.reshard.mesh_size),
+        after_forward=_AFTER_FORWARD[_reshard_kind(state)].format(state.options.reshard.mesh_size),
         strategy=_strategy(state),
         tied=tuple(_names(p, places) for p in (*parameters, *used) if len(p.owners) > 1),
         owners=len({owner for p in parameters for owner, _ in p.owners}),
     )
+
+
+def _reshard_kind(state: FSDPState) -> ReshardKind:
+    kind = state.options.reshard.kind
+    if kind is ReshardKind.AUTO:
+        return ReshardKind.NEVER if root_of(state).root_state is state else ReshardKind.ALWAYS
+    return kind
 
 
 def _names(parameter: ShardedParameter, places: Mapping[nn.Module, str]) -> tuple[str, ...]:

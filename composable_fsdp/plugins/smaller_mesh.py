@@ -55,27 +55,20 @@ def cut_over(axes: Iterable[DataParallelAxes], size: int) -> Callable[[AnyBucket
 
 
 def sliced(bucket: AnyBucket, size: int) -> Gatherable:
-    """Return what to gather again over ``size`` neighbouring ranks in place of the full ``bucket``."""
-    slices = without_values(bucket, size)
-    slices.keep()
-    return slices
-
-
-def without_values(bucket: AnyBucket, size: int) -> Slices | UsedAgain:
-    """Return :func:`sliced` before it has values.
+    """Return what to gather again over ``size`` neighbouring ranks in place of the full ``bucket``.
 
     Raises:
         UnsupportedError: the tensors of ``bucket`` decide what is sent.
     """
     pgs = ProcessGroups(replace(bucket.pgs.axes, shard=smaller_shard_axis(bucket.pgs.axes, size)))
-    if isinstance(bucket, Bucket):
-        return Slices(bucket, pgs)
-    if isinstance(bucket, InPlaceBucket):
-        return UsedAgain(bucket, pgs)
-    raise UnsupportedError(
-        f"reshard_after_forward={size} cannot keep slices of parameter {bucket.parameters[0].name!r}, whose tensor "
-        "class decides what is gathered. Pass reshard_after_forward=True or False."
-    )
+    if not isinstance(bucket, Bucket | InPlaceBucket):
+        raise UnsupportedError(
+            f"reshard_after_forward={size} cannot keep slices of parameter {bucket.parameters[0].name!r}, whose tensor "
+            "class decides what is gathered. Pass reshard_after_forward=True or False."
+        )
+    slices = Slices(bucket, pgs) if isinstance(bucket, Bucket) else UsedAgain(bucket, pgs)
+    slices.keep()
+    return slices
 
 
 def plan_slices(bucket: BucketPlan, num_shards: int, zero_copy_min_bytes: int) -> BucketPlan:

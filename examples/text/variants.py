@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import Cast, CommunicationPolicy, ErrorFeedback, Int4, Int8, communication_report
+from composable_fsdp import Cast, CommunicationPolicy, ErrorFeedback, Int4, Int8
+from composable_fsdp.trace import Operation, Recorder
 
 PLAIN = "fp32"  # the variant with which others are compared
 
@@ -30,7 +32,11 @@ class WireBytes:
     plain: int
 
 
-def traffic_of(model: nn.Module) -> WireBytes:
-    """Return the bytes that a rank of a sharded model sends in one training step."""
-    report = communication_report(model)
-    return WireBytes(sent=report.bytes, plain=report.plain_bytes)
+def traffic_of(model: nn.Module, tokens: torch.Tensor) -> WireBytes:
+    """Return the bytes that a rank of a sharded model sends in one training step, measured in one on ``tokens``."""
+    with Recorder() as recorder:
+        model(tokens).sum().backward()
+    moved = [event for event in recorder if event.operation in (Operation.UNSHARD, Operation.REDUCE)]
+    ranks = dist.get_world_size()
+    sent, plain = sum(event.bytes for event in moved), sum(event.plain_bytes for event in moved)
+    return WireBytes(sent * (ranks - 1) // ranks, plain * (ranks - 1) // ranks)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from composable_fsdp import fully_shard, trace
-from composable_fsdp.diagnostics import CommunicationReport, CommunicationRow, write_timeline
+from composable_fsdp.diagnostics import write_timeline
 from composable_fsdp.diagnostics.timeline import Lanes, draw_step, performed, straggler
 from composable_fsdp.trace import Operation, TraceEvent
 from tests._internals import Event, Hook, file_name, merged, write_chrome_trace
@@ -226,13 +226,6 @@ def test_a_picture_is_drawn_without_the_settings_of_the_folder(tmp_path: Path, m
 def test_notebooks_show_reports_as_they_are_printed() -> None:
     schedule = s.Schedule((s.Step(Event(Hook.PRE_FORWARD, "a"), (s.Wait("a"), s.Free("a"))),))
     assert repr(schedule) == str(schedule) == "pre-forward a | wait a; free a"
-    report = CommunicationReport((CommunicationRow("root", "all-gather", 2, 1000, 2000),))
-    assert repr(report) == str(report), "notebooks show it"
-    assert str(report) == (
-        "group  direction   per step  bytes  plain bytes  ratio\n"
-        "root   all-gather         2  1,000        2,000   0.50\n"
-        "total                        1,000        2,000   0.50"
-    )
 
 
 def test_an_environment_variable_records_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
