@@ -80,8 +80,8 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, entries_of, parameter_names
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
-    from composable_fsdp.diagnostics.recorded_events import file_name, write
-    from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace
+    from composable_fsdp.diagnostics.recorded_events import write
+    from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace, write_rank
     from composable_fsdp.init.materialize import reset_parameters
     from composable_fsdp.optim._owner_exchange import Exchange, OwnerPlans, make_exchanges
     from composable_fsdp.optim._owner_plan import (assign_owners, cut_buckets, message_limit, newton_schulz_cost,

@@ -29,11 +29,6 @@ def main(name: str = "composable-fsdp", arguments: Sequence[str] | None = None) 
         arguments: the arguments of the command. ``None``: those of the process.
     """
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if given[0] == "diagnostics":  # for one release
-        _parser(name).error(
-            "the command diagnostics is gone, with the flight recorder: errors and warnings have the operation of each "
-            "rank, and COMPOSABLE_FSDP_TIMELINE=FOLDER and the command timeline show events"
-        )
     found, unknown = _parser(name).parse_known_args(given)
     options = vars(found)
     command, traceback, parser = (options.pop(key) for key in ("command", "traceback", "parser"))

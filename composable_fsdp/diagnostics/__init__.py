@@ -35,9 +35,4 @@ _ON_FIRST_USE = FirstUse(
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("disable", "dump", "enable"):  # an AttributeError would lose its text in ``from ... import``
-        raise ImportError(
-            f"diagnostics.{name} is gone: errors and warnings have the operation of each rank, "
-            "COMPOSABLE_FSDP_TIMELINE records events, and Python's faulthandler.register(signal.SIGUSR1) shows stacks."
-        )
     return _ON_FIRST_USE[name]

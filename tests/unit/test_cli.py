@@ -136,10 +136,6 @@ def test_errors_are_one_line_unless_their_tracebacks_are_asked_for(tmp_path: Pat
     ("arguments", "message"),
     [
         (["novel"], "invalid choice: 'novel'"),
-        (
-            ["diagnostics", "runs"],
-            "the command diagnostics is gone, with the flight recorder: errors and warnings have",
-        ),
         (["checkpoint"], "the following arguments are required: COMMAND"),
         (["checkpoint", "convert"], "the following arguments are required: source, target"),
         (["timeline", "folder", "--stacks"], "timeline: error: unrecognized arguments: --stacks"),

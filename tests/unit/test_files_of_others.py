@@ -20,28 +20,23 @@ from hypothesis import strategies as st
 
 from composable_fsdp.checkpoint import load_safetensors, save, save_safetensors
 from composable_fsdp.cli import main
+from composable_fsdp.diagnostics.timeline import LANES
 from composable_fsdp.errors import CheckpointError, ConfigurationError, FSDPError, PeerError, printable
-from composable_fsdp.trace import Operation
 from tests._internals import _files, checkpoint_save, directory, rank_group, text_table, write
 from tests.helpers.command import run_command
 from tests.helpers.single_rank_checkpoints import trained
 
-VALUES: dict[str, Any] = {
-    **dict.fromkeys(("rank", "attempt"), 0),
-    **dict.fromkeys(("written", "clock"), 0.0),
-    "events": [],
-    "format": 5,
-    "world_size": 1,
-}
-EVENT: dict[str, Any] = {
-    "operation": "collective",
-    "group": "a",
-    "stream": "",
-    "bytes": 8,
-    "plain_bytes": 8,
-    "begin": 0.0,
-    "end": 0.0,
-}
+SLICE = {"ph": "X", "name": "forward a", "cat": "passes", "ts": 0.0, "dur": 1e6, "args": {"bytes": 8}}
+VALUES: dict[str, Any] = {"rank": 0, "attempt": 0, "traceEvents": [SLICE]}
+
+
+def step_of(group: str) -> dict[str, Any]:
+    """Return the file of a rank with one step, in which it waits for ``group``."""
+    lanes = (("passes", "forward"), ("gather", "gather"), ("waits", "wait"), ("passes", "backward"))
+    made = [SLICE | {"name": f"{name} {group}", "cat": lane, "ts": 1e6 * at} for at, (lane, name) in enumerate(lanes)]
+    return VALUES | {"traceEvents": made}
+
+
 HOSTILE = (
     "\x1b[2J",
     "\x1b]52;c;eA==\x07",
@@ -71,9 +66,7 @@ def test_texts_are_printable_wherever_they_are_shown(mark: str, tmp_path: Path) 
 
 
 def test_groups_in_a_timeline_are_printable(tmp_path: Path) -> None:
-    events = [EVENT | {"operation": kind, "group": "\x1b[2J"} for kind in ("forward", "unshard", "wait", "backward")]
-    events = [event | {"begin": number, "end": number + 1} for number, event in enumerate(events)]
-    (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | {"events": events}))
+    (tmp_path / "rank-00000.json").write_text(json.dumps(step_of("\x1b[2J")))
     assert run_command("timeline", tmp_path).exit_code == 0
     assert "forward \\\\x1b[2J" in (tmp_path / "timeline.json").read_text()
 
@@ -97,25 +90,17 @@ def test_plain_texts_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"world_size": 10**15}, "it is of rank 0 of 1000000000000000"),
-        ({"rank": 3}, "it is of rank 3 of 1"),
-        ({"rank": -1}, "rank: it is not a whole number from 0 to 2^63"),
-        ({"rank": "0"}, "rank: it is not a whole number from 0 to 2^63"),
-        ({"attempt": True}, "attempt: it is not a whole number from 0 to 2^63"),
-        ({"written": float("inf")}, "written: it is not a time that a clock shows"),
-        ({"clock": float("nan")}, "clock: it is not a time that a clock shows"),
-        ({"clock": -(10**400)}, "clock: it is not a time that a clock shows"),
-        ({"events": [{"operation": "unshard"}]}, "events: entry 0: it has no 'group'"),
-        ({"events": [EVENT, EVENT | {"operation": "\x1b"}]}, "events: entry 1: operation: it is not an operation of"),
-        ({"events": [EVENT | {"operation": []}]}, "events: entry 0: operation: it is not an operation of this version"),
-        ({"events": [EVENT | {"bytes": 10**400}]}, "events: entry 0: bytes: it is not a whole number from 0 to 2^63"),
-        ({"events": [EVENT | {"bytes": 1.5}]}, "events: entry 0: bytes: it is not a whole number from 0 to 2^63"),
-        ({"events": [EVENT | {"group": {}}]}, "events: entry 0: group: it is not a text"),
-        ({"events": [EVENT | {"end": 1e300}]}, "events: entry 0: end: it is not a time that a clock shows"),
-        ({"events": [EVENT | {"begin": 1.0}]}, "events: entry 0: it ends before it begins"),
-        ({"events": ["x"]}, "events: entry 0: it is not an object"),
-        ({"events": {}}, "events: it is not a list"),
-        ({"format": 4}, "format 4, which this version does not know: it reads 5"),
+        ({"rank": -1}, "rank: it is not a number from 0 to "),
+        ({"rank": "0"}, "rank: it is not a number from 0 to "),
+        ({"attempt": True}, "attempt: it is not a number from 0 to "),
+        ({"traceEvents": [SLICE, SLICE | {"ts": float("inf")}]}, "ts: it is not a number from 0 to "),
+        ({"traceEvents": [SLICE | {"dur": float("nan")}]}, "dur: it is not a number from 0 to "),
+        ({"traceEvents": [SLICE | {"dur": -1.0}]}, "dur: it is not a number from 0 to "),
+        ({"traceEvents": [SLICE | {"args": {"bytes": 10**400}}]}, "bytes: it is not a number from 0 to "),
+        ({"traceEvents": [SLICE | {"args": []}]}, "it is no timeline of this version: AttributeError("),
+        ({"traceEvents": [SLICE | {"cat": []}]}, "tuple.index(x): x not in tuple"),
+        ({"traceEvents": [{"ph": "X"}]}, "it is no timeline of this version: KeyError('ts')"),
+        ({"traceEvents": 3}, "it is no timeline of this version: TypeError("),
     ],
 )
 def test_an_entry_of_another_type_or_range_is_named(tmp_path: Path, changed: dict[str, Any], problem: str) -> None:
@@ -143,17 +128,15 @@ ANYTHING: st.SearchStrategy[Any] = st.sampled_from(
 
 
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    **dict.fromkeys(("begin", "end"), st.sampled_from([0, 0.5, 1.0, 2, -9e10, 9e10])),
-    **dict.fromkeys(("bytes", "plain_bytes"), st.sampled_from([0, 1, 2**63])),
-    "operation": st.sampled_from([each.value for each in Operation]),
-    "group": st.sampled_from(["", "\ud800", "$a"]),
-    "stream": st.just(""),
+    **dict.fromkeys(("ts", "dur"), st.sampled_from([0, 0.5, 1e6, 9e16])),
+    "args": st.fixed_dictionaries({"bytes": st.sampled_from([0, 1, 2**62])}),
+    "ph": st.just("X"),
+    "cat": st.sampled_from(LANES),
+    "name": st.sampled_from(["", "\ud800", "$a", "forward a", "backward a"]),
 }
-EXTREME = st.fixed_dictionaries(FIELDS).map(lambda event: event | {"end": max(event["begin"], event["end"])})
-"""Events that are admitted."""
-DOCUMENTS = changes_of(VALUES | {"world_size": 2, "events": [EVENT] * 2}) | st.lists(EXTREME).map(
-    lambda events: VALUES | {"world_size": 2, "events": events}
-)
+EXTREME = st.lists(st.fixed_dictionaries(FIELDS)).map(lambda events: VALUES | {"traceEvents": events})
+"""Documents that are admitted."""
+DOCUMENTS = changes_of(VALUES | {"traceEvents": [SLICE] * 2}) | EXTREME
 
 
 @settings(max_examples=60, deadline=None)
@@ -168,11 +151,9 @@ def test_no_file_of_a_timeline_ends_in_a_traceback(documents: list[Any]) -> None
 
 
 def test_lone_surrogates_and_nested_lists_are_shown(tmp_path: Path) -> None:
-    events = [EVENT | {"operation": kind, "group": "\udc80"} for kind in ("forward", "unshard", "wait", "backward")]
-    events = [event | {"begin": number, "end": number + 1} for number, event in enumerate(events)]
-    (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | {"events": events}))
+    (tmp_path / "rank-00000.json").write_text(json.dumps(step_of("\udc80")))
     assert run_command("timeline", tmp_path).exit_code == 0
-    (tmp_path / "rank-00001.json").write_text('{"format": ' + "[" * 10**5)
+    (tmp_path / "rank-00001.json").write_text('{"rank": ' + "[" * 10**5)
     shown = run_command("timeline", tmp_path)
     assert (shown.exit_code, shown.exception) == (2, None)
     assert "rank-00001.json cannot be read: " in shown.stderr
@@ -208,7 +189,7 @@ def test_files_are_replaced_and_links_not_followed(tmp_path: Path) -> None:
     precious.write_text("precious")
     folder.mkdir()
     (folder / "rank-00000.json").symlink_to(precious)
-    write(folder, 0, 1, [])
+    write(folder, 0, [])
     (folder / "timeline.json").symlink_to(precious)
     (folder / "timeline.png").symlink_to(precious)
     run_command("timeline", folder)
