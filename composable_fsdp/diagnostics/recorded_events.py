@@ -1,7 +1,7 @@
 """Records the run that ``COMPOSABLE_FSDP_TIMELINE=folder`` asks for.
 
-Every rank records its last events from the first use of a sharded model on, and writes its timeline to the folder when its
-program ends.
+Every rank records its last events from the first use of a sharded model on, and writes its timeline to the folder when
+its program ends.
 """
 
 from __future__ import annotations
