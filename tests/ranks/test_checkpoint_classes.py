@@ -152,7 +152,7 @@ def test_unsupported_operations_of_a_class_name_the_parameter(tmp_path: Path) ->
     assert torch.equal(full["pair.weight"].left, model_of(["pair"], 1)["pair"].weight.left)  # type: ignore[index]
     rank0 = state_dict(pair, Full(rank0_only=True))
     assert list(rank0) == ([] if dist.get_rank() else ["pair.weight", "pair.bias"])
-    with all_ranks_raise(r"'pair\.weight' is a Pair, which cannot be sent from rank 0: only plain tensors can"):
+    with all_ranks_raise(r"^rank 0: a Pair of shape \(6, 3\) cannot be sent from rank 0: only plain tensors can"):
         load_state_dict(pair, rank0, broadcast_from_rank0=True)
     momenta = optimizer_state_dict(pair, pair_optimizer(pair), Full())["state"]["pair.weight"]["momentum_buffer"]
     assert torch.equal(momenta.right, full["pair.weight"].right)

@@ -241,7 +241,7 @@ class OneAtATime:
         assert self._last() is None, f"a full tensor is still in memory at call {self.calls} of rank {dist.get_rank()}"
         made = self._function(*args, **options)
         self.calls += 1
-        self._last = ref(made)
+        self._last = ref(made) if made.ndim else lambda: None  # scalars come with the state dict
         return made
 
 
@@ -292,10 +292,9 @@ def test_only_rank_0_has_the_model_and_others_one_tensor_at_a_time(shape: tuple[
     texts = run_ranks(from_rank_0, prod(shape), shape)
     assert all(text == texts[0] for text in texts)
     wrong, no_dict = texts[0]
-    where = " (on rank 0)" if prod(shape) > 1 else ""
-    assert f"    frozen: (4,), expected (3,){where}" in wrong.splitlines()
-    assert f"    new: int{where}" in wrong.splitlines()
-    assert f"  a state dict maps names to values, but a NoneType was given{where}" in no_dict.splitlines()
+    assert "    frozen: (4,), expected (3,)" in wrong.splitlines()
+    assert "    new: int" in wrong.splitlines()
+    assert "  a state dict maps names to values, but a NoneType was given" in no_dict.splitlines()
 
 
 @pytest.mark.behaviour("F-04")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composable_fsdp import ShardPlacementResult, fully_shard
 from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
+from composable_fsdp.errors import ConfigurationError
 from tests.helpers.experts import MIXTURE, sharded_mixture
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded
@@ -80,7 +81,7 @@ class ExpertOnEachRank(nn.Module):
 
 @pytest.mark.behaviour("F-02", "F-04", "F-05")
 @on_ranks(4)
-def test_experts_on_another_mesh_have_their_own_first_rank() -> None:
+def test_experts_on_another_mesh_are_in_every_form_but_that_of_rank_0() -> None:
     mesh = named_mesh(edp=2, ep=2)
     data, index, rank = mesh["edp", "ep"]._flatten("dp"), mesh.get_local_rank("ep"), dist.get_rank()
 
@@ -90,15 +91,18 @@ def test_experts_on_another_mesh_have_their_own_first_rank() -> None:
         return fully_shard(model, mesh=data, shard_placement_fn=lambda p: apart if p in own else None)
 
     distinct = seeded(ExpertOnEachRank, index=index)().state_dict()
-    own = {name: value for name, value in distinct.items() if "expert" in name}
-    for make, expected, here in (
-        (partial(sharded_mixture, mesh, None), MIXTURE.build().state_dict(), {}),
-        (plain_experts, distinct, own if rank == 1 else {}),
-    ):
+    in_one_tensor = partial(sharded_mixture, mesh, None)
+    for make, expected in ((in_one_tensor, MIXTURE.build().state_dict()), (plain_experts, distinct)):
         for form in FORMS:
+            fresh = scramble(make())
+            if isinstance(form, Full) and form.rank0_only and make is plain_experts:
+                with pytest.raises(ConfigurationError, match="rank 0 has not all of them"):
+                    state_dict(make(), form)
+                with pytest.raises(ConfigurationError, match="rank 0 has not all of them"):
+                    load_state_dict(fresh, expected, form)
+                continue
             found = copy.deepcopy(state_dict(make(), form))
             if isinstance(form, Full):
-                same_values(found, expected if rank == 0 or not form.rank0_only else here)
-            fresh = scramble(make())
+                same_values(found, expected if rank == 0 or not form.rank0_only else {})
             load_state_dict(fresh, found, form)
             same_values(full_state_of(fresh), expected)

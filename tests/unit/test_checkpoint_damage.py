@@ -318,7 +318,7 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "the checkpoint has no param_groups of an optimizer." in refused(tmp_path / "without")
     groups = [{"params": [parameter]} for parameter in model.parameters()]
     save(tmp_path / "two", model, torch.optim.AdamW(groups))
-    message = "has the parameters of group 0: first.weight, second.bias (missing [second.bias], unexpected [])"
+    message = "has the parameters of group 0: first.weight, second.bias"
     assert message in refused(tmp_path / "two")
     with pytest.raises(CheckpointError, match=r"this AdamW holds parameters that are not the model's, of shapes"):
         save(tmp_path, model, torch.optim.AdamW(nn.Linear(1, 1, bias=False).parameters()))

@@ -11,9 +11,9 @@ import hashlib
 import pickle
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._pytree import tree_map_only
 
 from composable_fsdp._consistency.process_groups import broadcast_, fill_, gather_objects
 from composable_fsdp._core.full_mesh import default_mesh
@@ -137,8 +138,13 @@ def to_form(name: str, tensor: torch.Tensor, sharding: ParameterSharding | None,
     return alias_of(value, local.cpu() if form.offload_to_cpu else local)
 
 
-def compare(name: str, target: torch.Tensor, value: object, form: Form | None, mismatch: Mismatch) -> None:
-    """Add to ``mismatch`` why ``value`` cannot be loaded into ``target``. ``form`` is what the user passed."""
+def compare(
+    name: str, target: torch.Tensor, value: object, form: Form | None, mismatch: Mismatch, *, is_sent: bool = False
+) -> None:
+    """Add to ``mismatch`` why ``value`` cannot be loaded into ``target``. ``form`` is what the user passed.
+
+    ``is_sent``: another rank has the values of ``value``, which is on the meta device here.
+    """
     is_local = isinstance(form, Local)
     shape = tuple((local_part(target) if is_local else target).shape)
     if not isinstance(value, torch.Tensor):
@@ -147,7 +153,7 @@ def compare(name: str, target: torch.Tensor, value: object, form: Form | None, m
         mismatch.others.append(f"{name!r} is a DTensor: pass form=Sharded() instead of {type(form).__name__}()")
     elif isinstance(target, DTensor) and not isinstance(value, DTensor) and isinstance(form, Sharded):
         mismatch.others.append(f"{name!r} is a plain tensor: pass form=Full() or Local() instead of Sharded()")
-    elif value.is_meta:
+    elif value.is_meta and not is_sent:
         mismatch.others.append(f"{name!r} is on the meta device and has no values")
     elif tuple(value.shape) != shape:
         where = " as this rank's part" if is_local and isinstance(target, DTensor) else ""
@@ -205,43 +211,43 @@ def digest(value: object) -> str:
 class OwnerRanks:
     """All ranks of ``mesh``, the largest mesh with a tensor of the model. ``None``: this rank only.
 
-    The *source* of a tensor is the rank that provides its values if only one rank has them: the first rank of ``mesh``,
-    which is rank 0 in most jobs. Parameters on ``smaller_meshes`` have fewer data-parallel ranks than others, such as
-    experts, and are different on other ranks. Their source is the first rank of their own mesh.
-
-    With ``only_sources`` a tensor's source has its values in a state dict and other ranks have not. Otherwise each rank
-    has its own.
+    ``from_rank0``: only the first rank of ``mesh``, which is rank 0 in most jobs, has values in a state dict.
     """
 
     mesh: DeviceMesh | None
-    smaller_meshes: frozenset[DeviceMesh] = frozenset()
-    only_sources: bool = False
+    from_rank0: bool = False
 
     @staticmethod
-    def of(tensors: Iterable[tuple[object, ParameterSharding | None]], *, only_sources: bool = False) -> OwnerRanks:
+    def of(tensors: Iterable[tuple[object, ParameterSharding | None]], *, from_rank0: bool = False) -> OwnerRanks:
         """Find the owner ranks of ``tensors``, given with their sharding by ``fully_shard``.
 
-        With ``only_sources``, if no tensor is a DTensor, they are the ranks of the default process group, if any.
+        With ``from_rank0``, if no tensor is a DTensor, they are the ranks of the default process group, if any.
         """
         placed = [(v.device_mesh, sharding) for v, sharding in tensors if isinstance(v, DTensor)]
-        meshes = dict.fromkeys(mesh for mesh, _ in placed)
-        if not meshes and only_sources and dist.is_initialized():
-            return OwnerRanks(default_mesh(), only_sources=True)
-        num_ranks = {mesh: sharding.axes.num_ranks for mesh, sharding in placed if sharding is not None}
-        smaller_meshes = frozenset(mesh for mesh, ranks in num_ranks.items() if ranks < max(num_ranks.values()))
-        return OwnerRanks(max(meshes, key=lambda mesh: mesh.size(), default=None), smaller_meshes, only_sources)
+        if not placed and from_rank0 and dist.is_initialized():
+            return OwnerRanks(default_mesh(), from_rank0)
+        mesh = max((mesh for mesh, _ in placed), key=lambda mesh: mesh.size(), default=None)
+        sharded = [(mesh.size(), sharding.axes.num_ranks) for mesh, sharding in placed if sharding is not None]
+        most = max((num_ranks for _, num_ranks in sharded), default=0)
+        if from_rank0 and mesh is not None and any(n < most and size < mesh.size() for size, n in sharded):
+            raise ConfigurationError(
+                "some parameters, such as experts, are on a smaller mesh and have other values on other ranks, so "
+                "rank 0 has not all of them. Pass Full(), Sharded() or Local(), or call checkpoint.save."
+            )
+        return OwnerRanks(mesh, from_rank0)
 
     @property
     def rank(self) -> int:
         return 0 if self.mesh is None else dist.get_rank()
 
-    def provider_of(self, value: object = None) -> int:
-        """Return the global rank whose state dict has ``value`` for this one, by default all other values."""
-        mesh = self._mesh_of(value)
-        return int(mesh.mesh.flatten()[0]) if self.only_sources and mesh is not None else self.rank
+    @property
+    def first(self) -> int:
+        """The global rank whose values count with ``from_rank0``."""
+        return 0 if self.mesh is None else int(self.mesh.mesh.flatten()[0])
 
-    def provides(self, value: object = None) -> bool:
-        return self.provider_of(value) == self.rank
+    @property
+    def has_values(self) -> bool:
+        return not self.from_rank0 or self.rank == self.first
 
     def exchange(self, each: Callable[[], T]) -> dict[int, T]:
         """Call ``each`` on all ranks, and return its values by global rank. Collective; for small values.
@@ -265,32 +271,50 @@ class OwnerRanks:
             raise error if error is not None and is_common else failure.kind(failure.text) from error
         return values
 
-    def send(self, like: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> Any:
-        """Return the ``value`` for ``like``: this rank's own or, with ``only_sources``, the full one of its source.
+    def shared(self, state: Any) -> Any:
+        """Return the ``state`` of this rank or, ``from_rank0``, that of the first one, elsewhere with tensors on meta.
 
-        That is broadcast, collectively on the mesh, with ``dtype`` and ``shape``.
+        Scalars are sent as they are. Collective with ``from_rank0``.
         """
-        mesh = self._mesh_of(like)
-        if mesh is None or not self.only_sources:
+        if not self.from_rank0:
+            return state
+        found = self.exchange(lambda: tree_map_only(torch.Tensor, _described, state) if self.has_values else None)
+        return state if self.has_values else found[self.first]
+
+    def send(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a ``value`` of a state that is :meth:`shared`, after a broadcast as ``dtype`` if one rank has it."""
+        if self.mesh is None or not self.from_rank0 or not value.ndim:
             return value
-        if self.provides(like):
-            assert value is not None
-            full = value.detach().to(mesh.device_type, dtype)
+        device = self.mesh.device_type
+        if self.has_values:
+            full = value.detach().to(device, dtype)
         else:
-            full = torch.empty(tuple(shape), dtype=dtype, device=mesh.device_type)
-        broadcast_([full], mesh)
+            full = torch.empty_like(value, dtype=dtype, device=device)
+        broadcast_([full], self.mesh)
         return full
 
-    def _mesh_of(self, value: object) -> DeviceMesh | None:
-        is_smaller = isinstance(value, DTensor) and value.device_mesh in self.smaller_meshes
-        return cast(DTensor, value).device_mesh if is_smaller else self.mesh
+    def send_all(self, values: Any) -> Any:
+        """Return ``values``, which may contain tensors, after broadcasts to the host if one rank has them."""
+        if not self.from_rank0:
+            return values
+        return tree_map_only(torch.Tensor, lambda value: self.send(value, value.dtype).cpu(), values)
 
 
-def on_all_ranks(model: nn.Module, call: Callable[[], T], *, from_rank0: bool = False) -> T:
+def _described(value: torch.Tensor) -> torch.Tensor:
+    """Return what is sent of a tensor with its state dict: of one that is no scalar only the shape and the dtype."""
+    if not has_own_memory(local_part(value)):
+        raise CheckpointError(
+            f"a {type(value).__name__} of shape {tuple(value.shape)} cannot be sent from rank 0: only plain tensors "
+            "can. Load it on all ranks, without broadcast_from_rank0."
+        )
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if value.ndim else value.detach().cpu()
+
+
+def on_all_ranks(model: nn.Module, call: Callable[[], T], *, from_rank0: bool = False) -> tuple[OwnerRanks, T]:
     """Prepare ``model``, call ``call``, which reads this rank's state, and raise on all ranks if it raises on one.
 
-    ``from_rank0`` says whether one rank provides all values. It must be equal on all ranks that have shards of
-    ``model``, since they then make other collectives.
+    Return the owner ranks of the parameters, and what it returned. ``from_rank0`` says whether one rank provides all
+    values. It must be equal on all ranks that have shards of ``model``, since they then make other collectives.
     """
     results: list[T] = []
 
@@ -300,10 +324,36 @@ def on_all_ranks(model: nn.Module, call: Callable[[], T], *, from_rank0: bool = 
         return from_rank0
 
     sharded = [(p.sharded, p.sharding) for state in states_below(model) for p in state.group.parameters]
-    owners = OwnerRanks.of([*sharded, *((p, None) for p in model.parameters())], only_sources=from_rank0)
+    owners = OwnerRanks.of([*sharded, *((p, None) for p in model.parameters())], from_rank0=from_rank0)
     if len(set(owners.exchange(each).values())) > 1:
         raise ConfigurationError("only some ranks take the values of rank 0. Pass the same arguments on all ranks.")
-    return results[0]
+    return owners, results[0]
+
+
+def agree(
+    owners: OwnerRanks, what: str, match: Callable[[Mismatch], str], *, strict: bool = True
+) -> dict[int, Mismatch]:
+    """Call ``match`` on all ranks, which notes differences. Raise the same error on all of them if any has some.
+
+    ``match`` returns a digest that must be equal on all ranks. Without ``strict``, missing names are differences only
+    if not all ranks miss them, and unexpected ones never. Return the differences that are none, by rank.
+    """
+
+    def each() -> tuple[Mismatch, str]:
+        return (mismatch := Mismatch()), match(mismatch)
+
+    found = owners.exchange(each)
+    mismatches = {rank: mismatch for rank, (mismatch, _) in found.items()}
+    refused = mismatches
+    if not strict:
+        common = set.intersection(*(set(mismatch.missing) for mismatch in mismatches.values()))
+        uneven = {rank: [n for n in each.missing if n not in common] for rank, each in mismatches.items()}
+        reason = "other ranks have it"
+        refused = {rank: replace(m, missing=dict.fromkeys(uneven[rank], reason)) for rank, m in mismatches.items()}
+    refuse(what, refused, ignore=() if strict else ("unexpected",))
+    if len({digest for _, digest in found.values()}) > 1:
+        refuse(what, {0: Mismatch(others=["ranks were given state of different parameters"])})
+    return mismatches
 
 
 def check_meshes(ranks: RankGroup, what: str, parts: Mapping[str, LocalShard]) -> None:
@@ -336,113 +386,6 @@ def check_meshes(ranks: RankGroup, what: str, parts: Mapping[str, LocalShard]) -
         ranks.combine(what, checksums, compare_shards)
 
 
-@dataclass
-class Report:
-    """One rank's findings about the state dict that it was given.
-
-    ``digest`` is one of what ranks must have been given alike. ``values`` are not tensors; for optimizers they are the
-    state of each parameter. ``settings`` is what the state dict has besides values by name.
-    """
-
-    mismatch: Mismatch = field(default_factory=Mismatch)
-    digest: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    settings: Any = None
-
-
-class StateDictLoader:
-    """One load on one rank. Nothing is changed on any rank before :meth:`agree` has returned on this one.
-
-    Attributes:
-        owners: the ranks that load together. If only sources have values, they broadcast them.
-        given: the values that this rank was given, by name. Empty if this rank provides none.
-        reports: the findings of all ranks by rank, after :meth:`agree`.
-    """
-
-    def __init__(self, owners: OwnerRanks, form: Form | None) -> None:
-        self.owners = owners
-        self.form = Full() if owners.only_sources else form
-        self.given: dict[str, Any] = {}
-        self.report = Report()
-        self.reports = {owners.rank: self.report}
-
-    def match(self, entries: Mapping[str, Entry], state_dict: object) -> None:
-        """Match the values of ``state_dict`` with ``entries`` by name, and report the differences."""
-        owners, mismatch = self.owners, self.report.mismatch
-        mine = [entry for entry in entries.values() if owners.provides(entry.value)]
-        if not mine and not owners.provides():
-            return
-        if not isinstance(state_dict, Mapping):
-            mismatch.others.append(f"a state dict maps names to values, but a {type(state_dict).__name__} was given")
-            return
-        self.given = {plain_name(str(name)): value for name, value in state_dict.items()}
-        for entry in mine:
-            self._match_entry(entry)
-        if owners.provides():
-            unexpected = {str(n): v for n, v in state_dict.items() if plain_name(str(n)) not in entries}
-            mismatch.unexpected = {name: _described(value) for name, value in unexpected.items()}
-
-    def _match_entry(self, entry: Entry) -> None:
-        name, mismatch = entry.name, self.report.mismatch
-        if name not in self.given:
-            mismatch.missing[name] = _described(entry.value)
-            return
-        value = self.given[name]
-        if not entry.is_tensor:
-            self.report.values[name] = value
-            return
-        compare(name, entry.value, value, self.form, mismatch)
-        if self.owners.only_sources and isinstance(value, torch.Tensor) and not has_own_memory(local_part(value)):
-            mismatch.others.append(
-                f"{name!r} is a {type(value).__name__}, which cannot be sent from rank 0: only plain tensors can. "
-                "Load it on all ranks, without broadcast_from_rank0"
-            )
-
-    def agree(self, what: str, *, strict: bool = True) -> None:
-        """Exchange the reports of all ranks, and raise the same error on all of them if any has differences.
-
-        Without ``strict``, missing names are differences only if not all ranks miss them, and unexpected ones never.
-        """
-        separate = not self.owners.only_sources  # each rank was given values of its own
-        own = Report(self.report.mismatch, self.report.digest) if separate else self.report
-        reports = self.owners.exchange(lambda: own)
-        mismatches = {rank: report.mismatch for rank, report in reports.items()}
-        if not strict:
-            common = set.intersection(*(set(mismatch.missing) for mismatch in mismatches.values()))
-            for rank, mismatch in mismatches.items():
-                uneven = [name for name in mismatch.missing if separate and name not in common]
-                mismatches[rank] = replace(mismatch, missing=dict.fromkeys(uneven, "other ranks have it"))
-        refuse(what, mismatches, ignore=() if strict else ("unexpected",))
-        if separate and len({report.digest for report in reports.values()}) > 1:
-            refuse(what, {0: Mismatch(others=["ranks were given state of different parameters"])})
-        self.reports = {**reports, self.owners.rank: self.report}
-
-    def report_of(self, value: object = None) -> Report:
-        """Return the report of the rank that provides ``value``, or by default the rest of the state dict."""
-        return self.reports[self.owners.provider_of(value)]
-
-    def fill(self, entries: Mapping[str, Entry]) -> dict[str, Any]:
-        """Fill the tensors of ``entries`` in place, and return all present values by the entries' keys."""
-        values: dict[str, Any] = {}
-        filled: set[int] = set()
-        with torch.inference_mode(False), torch.no_grad():
-            for name, entry in entries.items():
-                target, report = entry.value, self.report_of(entry.value)
-                if name in report.mismatch.missing:
-                    continue
-                values[entry.key] = target if entry.is_tensor else report.values[name]
-                if entry.is_tensor and id(target) not in filled:
-                    filled.add(id(target))
-                    value = self.owners.send(target, self.given.get(name), target.dtype, target.shape)
-                    fill_(local_part(target), shard_for(target, entry.sharding, value.detach(), self.form))
-                    del value  # before the next one is received
-        return values
-
-
-def _described(value: object) -> str:
-    return tensor_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-
-
 # -- save
 
 
@@ -459,10 +402,10 @@ def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
         form: :class:`Sharded` and :class:`Local` alias the parameters, as ``model.state_dict()`` does. :class:`Full`
             copies everything, buffers too. It is collective: all ranks must call it together, and tensors are gathered
             one by one. With ``rank0_only`` only rank 0 gets it, or the first of the ranks that own shards of the model.
-            Parameters with fewer data-parallel ranks than others, such as experts, go to the first of their ranks.
 
     Raises:
         CheckpointError: the full form, while parameters are on the meta device.
+        ConfigurationError: ``rank0_only``, while rank 0 has not all parameters, such as experts on a smaller mesh.
     """
 
     def read() -> dict[str, Entry]:
@@ -474,21 +417,18 @@ def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
 
     if isinstance(form, Sharded | Local):  # not collective
         prepare_for_access(model)
-        entries = read()
+        owners, entries = OwnerRanks(None), read()
     else:
-        entries = on_all_ranks(model, read)
-    tensors = ((entry.value, entry.sharding) for entry in entries.values())
-    owners = OwnerRanks.of(tensors, only_sources=comes_from_rank0(form))
+        owners, entries = on_all_ranks(model, read, from_rank0=comes_from_rank0(form))
     state: dict[str, Any] = OrderedDict()
     known: dict[int, torch.Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, entry in entries.items():
-            receives = owners.provides(entry.value)
             if entry.is_tensor and id(entry.value) not in known:
                 value = to_form(name, entry.value, entry.sharding, form)
-                known[id(entry.value)] = value if receives else torch.empty(0)
+                known[id(entry.value)] = value if owners.has_values else torch.empty(0)
                 del value
-            if receives:
+            if owners.has_values:
                 state[name] = known[id(entry.value)] if entry.is_tensor else entry.value
     cast(Any, state)._metadata = _versions(model)
     return state
@@ -544,31 +484,57 @@ def load_state_dict(
         ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
     """
 
-    def match() -> tuple[dict[str, Entry], StateDictLoader]:
-        streams = streams_from_rank0(form, broadcast_from_rank0)
-        entries = entries_of(model)
-        owners = OwnerRanks.of(((e.value, e.sharding) for e in entries.values()), only_sources=streams)
-        loader = StateDictLoader(owners, form)
-        loader.report.mismatch.others += _on_meta(entries)
-        loader.match(entries, state_dict)
-        loader.report.settings = getattr(state_dict, "_metadata", None)
-        return entries, loader
+    def read() -> dict[str, Entry]:
+        check_broadcast(form, broadcast_from_rank0)
+        return entries_of(model)
 
-    entries, loader = on_all_ranks(model, match, from_rank0=broadcast_from_rank0 or comes_from_rank0(form))
-    loader.agree(f"the state dict does not fit {type(model).__name__}", strict=strict)
-    missing = _load_through_modules(model, loader.fill(entries), loader.report_of().settings)
-    unexpected = dict.fromkeys(name for report in loader.reports.values() for name in report.mismatch.unexpected)
+    owners, entries = on_all_ranks(model, read, from_rank0=broadcast_from_rank0 or comes_from_rank0(form))
+    state, versions = owners.shared((state_dict, getattr(state_dict, "_metadata", None)))
+    form = Full() if owners.from_rank0 else form
+    given = {plain_name(str(name)): value for name, value in state.items()} if isinstance(state, Mapping) else {}
+
+    def match(mismatch: Mismatch) -> str:
+        mismatch.others += _on_meta(entries)
+        if not isinstance(state, Mapping):
+            mismatch.others.append(f"a state dict maps names to values, but a {type(state).__name__} was given")
+            return ""
+        for name, entry in entries.items():
+            if name not in given:
+                mismatch.missing[name] = _text_of(entry.value)
+            elif entry.is_tensor:
+                compare(name, entry.value, given[name], form, mismatch, is_sent=not owners.has_values)
+        unexpected = {str(name): value for name, value in state.items() if plain_name(str(name)) not in entries}
+        mismatch.unexpected = {name: _text_of(value) for name, value in unexpected.items()}
+        return ""
+
+    mismatches = agree(owners, f"the state dict does not fit {type(model).__name__}", match, strict=strict)
+    values: dict[str, Any] = {}
+    filled: set[int] = set()
+    with torch.inference_mode(False), torch.no_grad():
+        for name, entry in entries.items():
+            target = entry.value
+            if name in given:
+                values[entry.key] = target if entry.is_tensor else owners.send_all(given[name])
+            if name in given and entry.is_tensor and id(target) not in filled:
+                filled.add(id(target))
+                value = owners.send(given[name], target.dtype).detach()
+                fill_(local_part(target), shard_for(target, entry.sharding, value, form))
+                del value  # before the next one is received
+    missing = _load_through_modules(model, values, versions)
+    unexpected = dict.fromkeys(name for mismatch in mismatches.values() for name in mismatch.unexpected)
     return _IncompatibleKeys([plain_name(name) for name in missing], list(unexpected))
 
 
-def streams_from_rank0(form: Form | None, broadcast_from_rank0: bool) -> bool:
-    """Return whether one rank broadcasts full values to the others."""
+def _text_of(value: object) -> str:
+    return tensor_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def check_broadcast(form: Form | None, broadcast_from_rank0: bool) -> None:
     if broadcast_from_rank0 and not isinstance(form, Full | None):
         raise ConfigurationError(
             f"broadcast_from_rank0 sends whole tensors, but form is {form!r}. Pass a full state dict on rank 0, or a "
             "sharded or local one on every rank without broadcast_from_rank0."
         )
-    return broadcast_from_rank0 or comes_from_rank0(form)
 
 
 def _load_through_modules(model: nn.Module, values: Mapping[str, Any], versions: Mapping[str, Any] | None) -> list[str]:

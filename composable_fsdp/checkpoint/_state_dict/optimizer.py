@@ -29,14 +29,14 @@ from composable_fsdp.checkpoint._state_dict.model import (
     Full,
     Local,
     OwnerRanks,
-    StateDictLoader,
+    agree,
+    check_broadcast,
     check_form,
     comes_from_rank0,
     compare,
     digest,
     on_all_ranks,
     shard_for,
-    streams_from_rank0,
     to_form,
 )
 from composable_fsdp.checkpoint._state_dict.pickled_shards import (
@@ -56,7 +56,6 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
     UNKNOWN,
     TreePath,
     at,
-    items_of,
     kind_of,
     leaves,
     mapped,
@@ -195,17 +194,11 @@ class OptimizerParams:
         left = [sorted(members) for members, groups in by_members.items() for _ in groups]
         for names in left:
             mismatch.unexpected[f"param_group of {_first(names) or 'no parameters'}"] = f"members: {len(names)}"
-        others = iter(left)
         for index, (names, group) in enumerate(zip(wanted, found, strict=True)):
             if group is not None:
                 mismatch.others += lacking(self._optimizer, index, group)
-                continue
-            there = next(others, None)
-            text = f"no saved param_group has the parameters of group {index}: {_first(names)}"
-            if there is not None:
-                missing, unexpected = [n for n in names if n not in there], [n for n in there if n not in names]
-                text += f" (missing [{_first(missing, 20)}], unexpected [{_first(unexpected, 20)}])"
-            mismatch.others.append(text)
+            else:
+                mismatch.others.append(f"no saved param_group has the parameters of group {index}: {_first(names)}")
         return found
 
     def load(
@@ -226,57 +219,36 @@ class OptimizerParams:
             restored(group, settings or {}, [numbers[member.name] for member in members])
             for group, settings, members in zip(self._optimizer.param_groups, saved, self.groups, strict=True)
         ]
-        by_number = {numbers[n]: entry if _is_copied(entry) else _as_copied(entry) for n, entry in state.items()}
-        self._optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+
+        def cast(name: str, _: TreePath, value: Any) -> Any:
+            is_kept = not isinstance(value, torch.Tensor) or id(value) in existing or not is_cast(name, value)
+            return value if is_kept else value.to(self.members[name].parameter.dtype)
+
+        trees = {name: mapped(partial(cast, name), tree) for name, tree in state.items()}
+        given = {numbers[name]: mapped(_without_iterables, tree) for name, tree in trees.items()}
+        self._optimizer.load_state_dict({"state": given, "param_groups": groups})
+        is_own = type(self._optimizer).load_state_dict is not Optimizer.load_state_dict
         loaded = self._state()
-        for name, entry in state.items():
+        for name, tree in trees.items():
             parameter = self.members[name].parameter
-            kept = {
-                path: value
-                for path, value in leaves(entry)
-                if isinstance(value, torch.Tensor) and (id(value) in existing or not is_cast(name, value))
-            }
-            if not _is_copied(entry) or (kept and type(self._optimizer).load_state_dict is Optimizer.load_state_dict):
-                loaded[parameter] = mapped(partial(_copied_value, loaded[parameter], kept), entry)
+            if parameter in loaded:  # a wrapper may keep the state elsewhere
+                loaded[parameter] = mapped(partial(_loaded_leaf, loaded[parameter], is_own), tree)
 
 
-# -- what Optimizer.load_state_dict does not copy
+def _without_iterables(_: TreePath, value: Any) -> Any:
+    """Return ``value``, or ``None`` for what ``Optimizer.load_state_dict`` would make another thing of, as strings."""
+    return None if isinstance(value, Iterable) and not isinstance(value, torch.Tensor) else value
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Hides a value from ``Optimizer.load_state_dict``, which makes another thing of a string or a deque."""
-
-    value: Any
-
-
-def _is_copied(value: Any) -> bool:
-    """Return whether ``Optimizer.load_state_dict`` keeps ``value`` as it is, but for casts of tensors."""
-    if type(value) in (list, tuple):
-        return all(map(_is_copied, value))
-    if type(value) is dict:
-        return all(map(_is_copied, value.values()))
-    return isinstance(value, torch.Tensor) or not isinstance(value, Iterable)
+def _loaded_leaf(loaded: Any, is_own: bool, path: TreePath, value: Any) -> Any:
+    """Return the leaf of ``loaded`` at ``path``, or ``value`` if torch's own method has cast it or left it out."""
+    found = at(loaded, path)
+    is_loaded = isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor)
+    return found if is_loaded and (is_own or found.dtype == value.dtype) else value
 
 
-def _as_copied(value: Any) -> Any:
-    """Return ``value`` with lists and dicts in place of other containers, and with other iterables hidden."""
-    items = items_of(value)
-    if items is None:
-        return value if _is_copied(value) else _Held(value)
-    values = {key: _as_copied(each) for key, each in items}
-    return values if isinstance(value, Mapping) else list(values.values())
-
-
-def _copied_value(loaded: Any, kept: Mapping[TreePath, torch.Tensor], path: TreePath, _: Any) -> Any:
-    value = at(loaded, path)
-    if path in kept and isinstance(value, torch.Tensor) and value.dtype != kept[path].dtype:
-        return kept[path].to(value.device)
-    return value.value if isinstance(value, _Held) else value
-
-
-def _first(names: Sequence[str], count: int = 3) -> str:
-    return ", ".join(names[:count]) + (", …" if len(names) > count else "")
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 # -- the settings of a group
@@ -373,9 +345,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
         }
         return params, trees, groups, kinds
 
-    params, trees, groups, kinds = on_all_ranks(model, read)
-    tensors = ((member.parameter, member.sharding) for member in params.members.values())
-    owners = OwnerRanks.of(tensors, only_sources=comes_from_rank0(form))
+    owners, (params, trees, groups, kinds) = on_all_ranks(model, read, from_rank0=comes_from_rank0(form))
     opaque = _check_alike(trees, kinds, owners, form)
     state: dict[Any, Any] = {}
     recorded: dict[str, dict[TreePath, str]] = {}
@@ -390,10 +360,10 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
                 if isinstance(form, Full) and path in opaque.get(member.name, ()):
                     value = like(value, values_of(local_part(value)))
                 found = to_form(_title(member.name, path), value, member.sharding, form)
-                return found if owners.provides(member.parameter) else None
+                return found if owners.has_values else None
 
             found = mapped(in_form, entry)
-            if owners.provides(member.parameter):
+            if owners.has_values:
                 state[name] = found
                 values = [v for _, v in leaves(entry) if isinstance(v, torch.Tensor) and v.ndim]
                 if any(v.is_floating_point() and v.dtype != member.parameter.dtype for v in values):
@@ -403,9 +373,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
                 if any(kind != PLAIN or at(entry, path).ndim for path, kind in own.items()):
                     recorded[name] = own
     record = {key: found for key, found in (("kinds", recorded), ("dtypes", dtypes)) if found}
-    if not owners.provides():
-        return {"state": state, **record} if state else {}
-    return {"state": state, "param_groups": groups, **record}
+    return {"state": state, "param_groups": groups, **record} if owners.has_values else {}
 
 
 def _title(name: str, path: TreePath) -> str:
@@ -480,103 +448,97 @@ def load_optimizer_state_dict(
         ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
     """
 
-    def match() -> _Load:
-        return _Load(model, optimizer, state, form, streams_from_rank0(form, broadcast_from_rank0))
+    def read() -> OptimizerParams:
+        check_broadcast(form, broadcast_from_rank0)
+        return OptimizerParams(model, optimizer)
 
-    on_all_ranks(model, match, from_rank0=broadcast_from_rank0 or comes_from_rank0(form)).carry_out()
+    owners, params = on_all_ranks(model, read, from_rank0=broadcast_from_rank0 or comes_from_rank0(form))
+    _Load(params, owners, form).carry_out(optimizer, owners.shared(state))
 
 
 class _Load:
-    """One call of :func:`load_optimizer_state_dict`: the constructor finds the differences on this rank."""
+    """One call of :func:`load_optimizer_state_dict` on one rank."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, state: Any, form: Form | None, streams: bool) -> None:
-        self._optimizer = optimizer
-        self._params = OptimizerParams(model, optimizer)
-        self._members = self._params.members
+    def __init__(self, params: OptimizerParams, owners: OwnerRanks, form: Form | None) -> None:
+        self._params, self._owners = params, owners
+        self._form = Full() if owners.from_rank0 else form
+        self._given: dict[str, Any] = {}
+        self._groups: list[Mapping[str, Any] | None] = []
         self._quantized: list[str] = []
-        tensors = ((m.parameter, m.sharding) for m in self._members.values())
-        self._loader = StateDictLoader(OwnerRanks.of(tensors, only_sources=streams), form)
-        self._form = self._loader.form
-        self._match(state)
 
-    def carry_out(self) -> None:
-        self._loader.agree(f"the state dict does not fit {type(self._optimizer).__name__}")
-        state: dict[str, dict[str, Any]] = {}
-        saved: dict[str, str | None] = {}
+    def carry_out(self, optimizer: Optimizer, state: Any) -> None:
+        what = f"the state dict does not fit {type(optimizer).__name__}"
+        agree(self._owners, what, partial(self._match, optimizer, state))
+        kinds, dtypes = ({plain_name(k): v for k, v in state.get(key, {}).items()} for key in ("kinds", "dtypes"))
+        trees: dict[str, Any] = {}
         with torch.inference_mode(False), torch.no_grad():
-            for name, member in self._members.items():
-                entry = self._loader.report_of(member.parameter).values.get(name)
-                if entry is not None:
-                    tree, kinds, saved[name] = entry
-                    state[name] = mapped(partial(self._loaded_value, member, kinds), tree)
+            for name, member in self._params.members.items():
+                if name in self._given:
+                    leaf = partial(self._loaded_value, member, kinds.get(name, {}))
+                    trees[name] = mapped(leaf, self._given[name])
+            groups = self._owners.send_all(self._groups)
         if self._quantized:
             logger.warning("loading optimizer state: %s", quantized_text(self._quantized))
 
         def is_cast(name: str, value: torch.Tensor) -> bool:
-            return value.is_floating_point() and saved[name] in (None, str(value.dtype))
+            return value.is_floating_point() and dtypes.get(name) in (None, str(value.dtype))
 
-        self._params.load(self._loader.report_of().settings, state, is_cast)
+        self._params.load(groups, trees, is_cast)
 
-    def _match(self, state: Any) -> None:
-        loader, owners, report = self._loader, self._loader.owners, self._loader.report
-        others = report.mismatch.others
-        others += on_meta((name, member.parameter) for name, member in self._members.items())
-        mine = {name for name, member in self._members.items() if owners.provides(member.parameter)}
-        if not mine and not owners.provides():
-            return
-        is_state = isinstance(state, Mapping) and isinstance(state.get("state"), Mapping)
-        if not is_state or (owners.provides() and "param_groups" not in state):
-            is_flat = isinstance(state, Mapping) and any(str(key).startswith("param_groups.") for key in state)
-            remedy = ": torch made it with flatten_optimizer_state_dict=True. Pass one without" if is_flat else ""
-            others.append(f"a state dict of an optimizer has 'state' and 'param_groups'; this one has not{remedy}")
-            return
-        groups = state.get("param_groups", ())
-        grouped = [name for group in groups for name in group["params"]]
-        if any(isinstance(name, int) for name in grouped or state["state"]):
+    def _match(self, optimizer: Optimizer, state: Any, mismatch: Mismatch) -> str:
+        """Note the differences between ``state`` and what the optimizer has, and return a digest of the names in it."""
+        members, others = self._params.members, mismatch.others
+        others += on_meta((name, member.parameter) for name, member in members.items())
+        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+            others.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
+            return ""
+        names = [name for group in state["param_groups"] for name in group["params"]]
+        if any(isinstance(name, int) for name in names or state["state"]):
             others.append("parameters have numbers for names: pass what get_optimizer_state_dict of torch returns")
-            return
-        entries = {plain_name(str(name)): entry for name, entry in state["state"].items()}
-        kinds, dtypes = ({plain_name(k): v for k, v in state.get(key, {}).items()} for key in ("kinds", "dtypes"))
-        if owners.provides():
-            saved = [{**g, "params": [plain_name(str(name)) for name in g["params"]]} for g in state["param_groups"]]
-            groups = self._params.match_groups(saved, report.mismatch)
-            if len(saved) != len(groups):
-                others.append(f"{len(saved)} parameter groups, expected {len(groups)}")
-            if owners.only_sources:
-                groups = [group and {key: on_host(value) for key, value in group.items()} for group in groups]
-            report.settings = groups
-            report.mismatch.unexpected |= {name: "state" for name in entries if name not in self._members}
-            known = ("state", "param_groups", "kinds", "dtypes")
-            report.mismatch.unexpected |= {str(key): "no state of a parameter" for key in state if key not in known}
-        loader.given = {name: entries[name] for name in self._members if name in entries and name in mine}
-        for name, entry in loader.given.items():
-            for path, value in leaves(entry):
-                kind = kinds.get(name, {}).get(path, UNKNOWN)
-                self._compare(self._members[name], path, kind, value, report.mismatch)
-            described = mapped(lambda _, leaf: _described(leaf), entry) if owners.only_sources else entry
-            report.values[name] = described, kinds.get(name, {}), dtypes.get(name)
-        report.digest = digest([(name, [path for path, _ in leaves(e)]) for name, e in loader.given.items()])
+            return ""
+        saved = [{**g, "params": [plain_name(str(name)) for name in g["params"]]} for g in state["param_groups"]]
+        self._groups = self._params.match_groups(saved, mismatch)
+        given = {plain_name(str(name)): tree for name, tree in state["state"].items()}
+        mismatch.unexpected |= {name: "state" for name in given if name not in members}
+        known = ("state", "param_groups", "kinds", "dtypes")
+        mismatch.unexpected |= {str(key): "no state of a parameter" for key in state if key not in known}
+        self._given = {name: given[name] for name in members if name in given}
+        kinds = {plain_name(name): kind for name, kind in state.get("kinds", {}).items()}
+        paths = []
+        for name, tree in self._given.items():
+            for path, value in leaves(tree):
+                paths.append((name, path))
+                kind, is_new = kinds.get(name, {}).get(path, UNKNOWN), type(optimizer) in ELEMENTWISE
+                self._compare(members[name], path, kind, value, mismatch, is_elementwise=is_new)
+        return digest(paths)
 
-    def _compare(self, member: OptimizerParam, path: TreePath, kind: str, value: object, mismatch: Mismatch) -> None:
+    def _compare(
+        self,
+        member: OptimizerParam,
+        path: TreePath,
+        kind: str,
+        value: object,
+        mismatch: Mismatch,
+        *,
+        is_elementwise: bool,
+    ) -> None:
         """Compare what is known of the target with ``value``: some optimizers have state of any shape."""
         if not isinstance(value, torch.Tensor):
             return
         parameter, existing = member.parameter, self._params.existing(member, path)
         target = existing if existing is not None else value
         is_shard = existing is not None and existing.ndim and existing.shape == local_part(parameter).shape
-        is_new = existing is None and value.ndim and type(self._optimizer) in ELEMENTWISE
+        is_new = existing is None and value.ndim and is_elementwise
         if kind in (AS_PARAMETER, OPAQUE) or (kind == UNKNOWN and (is_shard or is_new)):
             target = parameter
-        compare(".".join(map(str, (member.name, *path))), target, value, self._form, mismatch)
+        name = ".".join(map(str, (member.name, *path)))
+        compare(name, target, value, self._form, mismatch, is_sent=not self._owners.has_values)
 
     def _loaded_value(self, member: OptimizerParam, kinds: Mapping[TreePath, str], path: TreePath, value: Any) -> Any:
         """Return the value to give to the optimizer, after a broadcast if only one rank has it."""
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            given = at(self._loader.given.get(member.name), path)
-            value = self._loader.owners.send(member.parameter, given, value.dtype, value.shape)
         if not isinstance(value, torch.Tensor):
             return value
-        value = value.detach()
+        value = self._owners.send(value, value.dtype).detach()
         parameter, existing, kind = member.parameter, self._params.existing(member, path), kinds.get(path, UNKNOWN)
         if not value.ndim and not isinstance(value, DTensor) and kind in (PLAIN, UNKNOWN):
             return value.clone()
@@ -614,9 +576,3 @@ class _Load:
 
 def on_host(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _described(value: Any) -> Any:
-    """Return what is sent of a value with the report: of a tensor that is not a scalar, only shape and dtype."""
-    is_sent_later = isinstance(value, torch.Tensor) and value.ndim > 0
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_sent_later else on_host(value)
