@@ -101,13 +101,13 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.extensions.extension_bucket import ExtendedBucket
     from composable_fsdp.plugins.extensions.gather_hooks import shard_mesh_of
     from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
-    from composable_fsdp.plugins.shared_memory import connect, segment
+    from composable_fsdp.plugins.shared_memory import connect
     from composable_fsdp.plugins.shared_memory.collective import StagedRange, plan_rounds
     from composable_fsdp.plugins.shared_memory.connect import SWITCH, RankInfo, meet_peers
-    from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES, Segment
+    from composable_fsdp.plugins.shared_memory.segment import NUM_SLOTS, SLOT_BYTES, Segment
     from composable_fsdp.plugins.shared_memory.shared_parameters import SharedBucket
     from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
-    from composable_fsdp.plugins.shared_memory.shm_socket import Message, ShmSocket
+    from composable_fsdp.plugins.shared_memory.shm_socket import ShmSocket
     from composable_fsdp.plugins.skipped_modules import UnusedGroups, newly_reached
     from composable_fsdp.plugins.smaller_mesh import plan_slices, smaller_shard_axis
     from composable_fsdp.plugins.torch_views import ClientState

@@ -390,22 +390,6 @@ class Watchdog:
             self._exits.setdefault(rank, exit_text(identity))  # its parent may wait for it soon
         return died
 
-    def exit_of(self, rank: int) -> str:
-        """Return the exit text of ``rank``, whose connection is closed."""
-        with suppress(RuntimeError):
-            self._call(lambda: self._read_processes([rank]))
-        end = time.monotonic() + 0.2  # a process closes its connections before it ends
-        while not self._has_died(rank) and time.monotonic() < end:
-            time.sleep(0.01)
-        return self._exits.get(rank, "")
-
-    def failure_of(self, rank: int) -> str:
-        """Return the failure that ``rank`` reported, or an empty text. The rank may be gone."""
-        with suppress(RuntimeError):
-            report = self._call(lambda: self._fresh_report(rank, 0))
-            return str(report) if report is not None and report.failure else ""
-        return ""
-
     def _fresh_report(self, rank: int, number: int) -> RankReport | None:
         key = f"report/{rank}"
         if not self._store.check([key]):

@@ -25,7 +25,7 @@ HOOKS = "_core/hooks.py"
 MOST_CODE = {
     ".": 657,
     "_api": 997,
-    "_consistency": 1068,
+    "_consistency": 1056,
     "_core": 5226,
     "checkpoint": 2980,
     "cli": 365,
@@ -35,12 +35,12 @@ MOST_CODE = {
     "interop": 54,
     "optim": 1210,
     "plan": 888,
-    "plugins": 5473,
+    "plugins": 5360,
     "wrap": 204,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 20197
+MOST_CODE_OF_ALL = 20072
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests._internals import (
-    Message,
     OwnedBuffer,
     RankInfo,
     Segment,
@@ -84,7 +83,7 @@ def own() -> Iterator[Sockets]:
 
 
 def infos_of(own: Sockets) -> list[RankInfo]:
-    return [RankInfo(tuple(each.getsockname() for each in sockets), 1, False, "") for sockets in own]
+    return [RankInfo(tuple(each.getsockname() for each in sockets), False, "") for sockets in own]
 
 
 def stranger(address: bytes, says: bytes = b"") -> socket.socket:
@@ -152,7 +151,7 @@ def test_ranks_of_several_hosts_open_no_sockets(monkeypatch: pytest.MonkeyPatch)
     """A rank would open one for each lower rank, of which there may be more than a process can open files."""
     opened = []
     monkeypatch.setattr(connect, "gather_objects", lambda own, group: [own, f"another {own}"])
-    monkeypatch.setattr(connect, "_open", lambda own, rank: opened.append(rank))
+    monkeypatch.setattr(connect, "_open", lambda own, rank, staging: opened.append(rank))
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     group: Any = None
     assert connect.connect(group) is None
@@ -166,11 +165,6 @@ def test_memory_that_is_handed_over_cannot_shrink() -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(segment.descriptor, nbytes)
     assert os.fstat(segment.descriptor).st_blocks * 512 >= 1 << 20
-    segment.discard()
-    assert os.fstat(segment.descriptor).st_blocks == 0
-    assert not segment.memory.any()
-    segment.memory.fill_(2)
-    assert torch.all(segment.memory == 2)
 
 
 @pytest.mark.parametrize("flags", [os.MFD_CLOEXEC, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING])
@@ -180,16 +174,16 @@ def test_memory_that_can_shrink_is_refused(flags: int) -> None:
         end.setblocking(False)
     mine, theirs = ShmSocket({1: ends[0]}), ShmSocket({0: ends[1]})
     segment = Segment(4096)
-    theirs.broadcast(Message(0, 0, 0), segment)
-    assert mine.has(1, 0, 0)
-    memory = mine.pop(1, 0, 0).memory
+    theirs.broadcast(0, 0, b"", segment)
+    assert mine.has(1)
+    memory = mine.inbox[1].popleft().memory
     assert memory is not None
     assert memory.numel() == 4096
     segment.descriptor = os.memfd_create("unsealed", flags)
     os.ftruncate(segment.descriptor, 4096)
-    theirs.broadcast(Message(1, 0, 0), segment)
+    theirs.broadcast(0, 0, b"", segment)
     with pytest.raises(PermissionError, match="memory that is not sealed against shrinking"):
-        mine.has(1, 1, 0)
+        mine.has(1)
     os.close(segment.descriptor)
     mine.close()
     theirs.close()

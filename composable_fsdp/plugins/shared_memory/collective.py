@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 
@@ -64,6 +65,16 @@ def plan_rounds(ranges: tuple[StagedRange, ...], capacity: int) -> tuple[Round, 
     return (*rounds, tuple(pieces))
 
 
+_MOST_BYTES = 1000
+"""A description is longer if the label names hundreds of modules."""
+
+
+def described(label: str, sizes: str) -> bytes:
+    """Return what ranks compare of an operation: ``label`` and ``sizes``, or the beginning and a checksum if long."""
+    text = (f"{label} ({sizes})" if sizes else label).encode()
+    return text if len(text) <= _MOST_BYTES else text[: _MOST_BYTES - 16] + f"... {crc32(text):08x}".encode()
+
+
 class _Pair(NamedTuple):
     """A 1-d output and input. Each is one row of ``numel`` elements, or one such row per rank."""
 
@@ -75,110 +86,87 @@ class _Pair(NamedTuple):
 class StagedCollective:
     """A collective in which peers receive different rows or the same row, and sum or concatenate them.
 
-    Its rounds alternate between the two slots of a staging block.
-
     Attributes:
         label: the name of the operation in errors.
-        num_rounds: the number of rounds, at least one.
-        nbytes: the size in bytes, which must be the same on all ranks.
-        shape: a hash of the tensors' sizes, which must be the same on all ranks.
+        about: the description that ranks compare.
+        rounds: at least one. Each is staged in one slot.
         segment: memory that this rank shares with all others, or ``None``.
     """
 
     segment: Segment | None = None
 
-    def __init__(self, label: str, rank: int, size: int, pairs: Sequence[_Pair], *, to_each: bool, sums: bool) -> None:
-        self.label = label
-        self._rank, self._size, self._to_each, self._sums = rank, size, to_each, sums
+    def __init__(self, kind: Collective, rank: int, size: int, transfers: Sequence[Transfer], label: str) -> None:
+        self.label, self._rank, self._size = label, rank, size
+        self._to_each = kind in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+        self._sums = kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
+        rows = size if kind is Collective.ALL_TO_ALL else 1  # in the smaller of two tensors
         # Written below autograd, as backends do, so that version counters do not change.
-        self._pairs = [_Pair(m.output.data, m.input.data, m.numel) for m in pairs]
-        rows = size - 1 if to_each else 1
-        ranges = tuple(StagedRange(m.numel, m.input.itemsize, rows) for m in pairs)
-        self._rounds: tuple[Round, ...] = plan_rounds(ranges, SLOT_BYTES)
-        self.num_rounds = len(self._rounds)
-        self.nbytes = sum(numel * itemsize for numel, itemsize, _ in ranges)
-        self.shape = hash(ranges)
+        self._pairs = [
+            _Pair(t.output.data, t.input.data, min(t.output.numel(), t.input.numel()) // rows) for t in transfers
+        ]
+        staged_rows = size - 1 if self._to_each else 1
+        ranges = tuple([StagedRange(m.numel, m.input.itemsize, staged_rows) for m in self._pairs])
+        self.rounds = plan_rounds(ranges, SLOT_BYTES)
+        nbytes = sum([numel * itemsize for numel, itemsize, _ in ranges])
+        self.about = described(label, f"{nbytes} bytes in {len(ranges)} tensors, {hash(ranges) & 0xFFFF:04x}")
 
-    @property
-    def staged_bytes(self) -> int:
-        """The bytes used in this rank's staging block, from its start."""
-        if len(self._rounds) > 1:
-            return 2 * SLOT_BYTES
-        return max((p.offset + p.stride * (self._size if self._to_each else 1) for p in self._rounds[0]), default=0)
-
-    def stage(self, round: int, memory: torch.Tensor) -> None:
-        """Copy in what peers receive in ``round``, to this rank's staging block ``memory``."""
+    def stage(self, round: int, slot: torch.Tensor) -> None:
+        """Copy in what peers receive in ``round``, to this rank's ``slot``."""
         rows = [row for row in range(self._size) if row != self._rank] if self._to_each else [0]
         with torch.inference_mode():
-            for piece in self._rounds[round]:
-                tensor, numel = self._pairs[piece.tensor].input, self._pairs[piece.tensor].numel
+            for piece in self.rounds[round]:
+                _, tensor, numel = self._pairs[piece.tensor]
                 for index, row in enumerate(rows):
-                    staged = _staged(memory, round, piece, index, tensor.dtype)
+                    staged = _staged(slot, piece, index, tensor.dtype)
                     staged.copy_(tensor[row * numel + piece.start : row * numel + piece.stop])
 
-    def deliver(self, round: int, memories: Sequence[torch.Tensor | None]) -> None:
-        """Copy out, or sum, what every rank staged for ``round``; ``memories`` are the staging blocks by rank."""
+    def deliver(self, round: int, slots: Sequence[torch.Tensor]) -> None:
+        """Copy out, or sum, what every rank staged for ``round`` in its slot; ``slots`` are by rank."""
         with torch.inference_mode():  # inference mode permits in-place writes to any tensor
-            for piece in self._rounds[round]:
-                self._deliver(round, piece, memories)
+            for piece in self.rounds[round]:
+                output, _, numel = self._pairs[piece.tensor]
+                parts = [self._contribution(piece, source, slot) for source, slot in enumerate(slots)]
+                if self._sums:
+                    add_up(parts, output[piece.start : piece.stop])
+                    continue
+                for source, part in enumerate(parts):
+                    target = output[source * numel + piece.start : source * numel + piece.stop]
+                    if target.data_ptr() != part.data_ptr():
+                        target.copy_(part)
 
-    def _deliver(self, round: int, piece: Piece, memories: Sequence[torch.Tensor | None]) -> None:
-        output, _, numel = self._pairs[piece.tensor]
-        parts = [self._contribution(round, piece, source, memory) for source, memory in enumerate(memories)]
-        if self._sums:
-            add_up(parts, output[piece.start : piece.stop])
-            return
-        for source, part in enumerate(parts):
-            target = output[source * numel + piece.start : source * numel + piece.stop]
-            if target.data_ptr() != part.data_ptr():
-                target.copy_(part)
-
-    def _contribution(self, round: int, piece: Piece, source: int, memory: torch.Tensor | None) -> torch.Tensor:
-        """Return what ``source`` contributes to this rank's output in ``round``."""
+    def _contribution(self, piece: Piece, source: int, slot: torch.Tensor) -> torch.Tensor:
+        """Return what ``source`` contributes to this rank's output."""
         _, tensor, numel = self._pairs[piece.tensor]
         in_place = self._sums and not self._to_each  # the sum overwrites the tensor, but not its staged copy
         if source == self._rank and not in_place:
             row = self._rank if self._to_each else 0
             return tensor[row * numel + piece.start : row * numel + piece.stop]
-        assert memory is not None
         index = (self._rank if self._rank < source else self._rank - 1) if self._to_each else 0
-        return _staged(memory, round, piece, index, tensor.dtype)
+        return _staged(slot, piece, index, tensor.dtype)
 
 
-def _staged(memory: torch.Tensor, round: int, piece: Piece, index: int, dtype: torch.dtype) -> torch.Tensor:
-    begin = round % 2 * SLOT_BYTES + piece.offset + index * piece.stride
-    return memory[begin : begin + (piece.stop - piece.start) * dtype.itemsize].view(dtype)
-
-
-def collective(kind: Collective, rank: int, size: int, transfers: Sequence[Transfer], label: str) -> StagedCollective:
-    """Return the operation for a collective of ``kind``, which is no barrier."""
-    rows = size if kind is Collective.ALL_TO_ALL else 1  # in the smaller of two tensors
-    pairs = [_Pair(t.output, t.input, min(t.output.numel(), t.input.numel()) // rows) for t in transfers]
-    to_each = kind in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
-    sums = kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
-    return StagedCollective(label, rank, size, pairs, to_each=to_each, sums=sums)
+def _staged(slot: torch.Tensor, piece: Piece, index: int, dtype: torch.dtype) -> torch.Tensor:
+    begin = piece.offset + index * piece.stride
+    return slot[begin : begin + (piece.stop - piece.start) * dtype.itemsize].view(dtype)
 
 
 class Barrier:
-    """An operation that completes when all ranks have launched it; rank 0 may share memory with it.
+    """An operation that completes when all ranks have launched it; each rank may share memory with it.
 
     Attributes:
-        memory: the memory that rank 0 shared, once the barrier is done.
+        memories: the memory of each rank, once the barrier is done; a staging slot for one that shared none.
     """
 
-    num_rounds = 1
-    staged_bytes = 0
-    shape = 0
+    rounds: tuple[Round, ...] = ((),)
 
     def __init__(self, label: str, nbytes: int = 0, segment: Segment | None = None) -> None:
-        self.label, self.nbytes, self.segment = label, nbytes, segment
-        self.memory: torch.Tensor | None = None
+        self.label, self.about, self.segment = label, described(label, f"{nbytes} bytes" if nbytes else ""), segment
+        self.memories: Sequence[torch.Tensor] = ()
 
-    def stage(self, round: int, memory: torch.Tensor) -> None:
-        """Do nothing."""
+    def stage(self, round: int, slot: torch.Tensor) -> None: ...
 
-    def deliver(self, round: int, memories: Sequence[torch.Tensor | None]) -> None:
-        self.memory = memories[0]
+    def deliver(self, round: int, slots: Sequence[torch.Tensor]) -> None:
+        self.memories = slots
 
 
 Operation = StagedCollective | Barrier

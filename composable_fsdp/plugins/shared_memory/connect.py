@@ -24,8 +24,7 @@ from composable_fsdp._consistency.process_groups import gather_objects
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp.errors import ConfigurationError, PeerError, printable
 from composable_fsdp.plugins.shared_memory.engine import ShmEngine
-from composable_fsdp.plugins.shared_memory.peer_errors import Peers
-from composable_fsdp.plugins.shared_memory.segment import Segment
+from composable_fsdp.plugins.shared_memory.segment import NUM_SLOTS, SLOT_BYTES, Segment
 from composable_fsdp.plugins.shared_memory.shm_socket import ShmSocket, close
 
 SWITCH = "COMPOSABLE_FSDP_SHARED_MEMORY"
@@ -45,13 +44,11 @@ class RankInfo:
 
     Args:
         addresses: those of its sockets: one for each lower rank, to which it connects, and the one that listens.
-        process: its process id.
         copies: it shares memory for messages only.
         error: why it has no sockets or no shared memory.
     """
 
     addresses: tuple[bytes, ...]
-    process: int
     copies: bool
     error: str
 
@@ -74,12 +71,10 @@ def connect(group: dist.ProcessGroup) -> ShmEngine | None:
     connected = _connect(group)
     if connected is None:
         return None
-    shm_socket, infos = connected
-    peers = Peers(dist.get_process_group_ranks(group), [each.process for each in infos])
+    shm_socket, staging, aliases = connected
     timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    aliases = not any(each.copies for each in infos)
-    rank, name = dist.get_rank(group), group.group_name
-    return ShmEngine(rank, shm_socket, timeout, peers, aliases=aliases, watchdog=job_watchdog(), name=name)
+    rank, ranks, name = dist.get_rank(group), dist.get_process_group_ranks(group), group.group_name
+    return ShmEngine(rank, ranks, shm_socket, staging, timeout, aliases=aliases, watchdog=job_watchdog(), name=name)
 
 
 def reconnect(group: dist.ProcessGroup, engine: ShmEngine) -> None:
@@ -93,10 +88,11 @@ def reconnect(group: dist.ProcessGroup, engine: ShmEngine) -> None:
         raise PeerError(
             f"ranks {dist.get_process_group_ranks(group)} shared memory before, and cannot connect to each other again."
         )
-    engine.reopen(connected[0])
+    engine.reopen(*connected[:2])
 
 
-def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[RankInfo]] | None:
+def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, Segment, bool] | None:
+    """Return the sockets, this rank's slots, and whether shards may be in shared memory too."""
     mode = os.environ.get(SWITCH) or "1"
     if mode not in MODES:
         raise ConfigurationError(
@@ -107,11 +103,12 @@ def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[RankInfo]] | Non
     if not all(hosts) or len(set(hosts)) > 1:
         return None
     rank, own, sockets = dist.get_rank(group), list[socket.socket](), dict[int, socket.socket]()
+    staging = list[Segment]()
     with ExitStack() as stack:
         stack.callback(lambda: close((*own, *sockets.values())))
-        error = _error_text(lambda: _open(own, rank))
+        error = _error_text(lambda: _open(own, rank, staging))
         addresses = tuple(each.getsockname() for each in own)
-        infos = gather_objects(RankInfo(addresses, os.getpid(), mode == "copy", error), group)
+        infos = gather_objects(RankInfo(addresses, mode == "copy", error), group)
         errors = [each.error for each in infos]
         if not any(errors):
             errors = gather_objects(_error_text(lambda: meet_peers(own, infos, sockets)), group)
@@ -121,17 +118,21 @@ def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[RankInfo]] | Non
             return None
         own[rank].close()
         stack.pop_all()
-    return ShmSocket(dict(sorted(sockets.items()))), infos
+    return ShmSocket(dict(sorted(sockets.items()))), staging[0], not any(each.copies for each in infos)
 
 
-def _open(own: list[socket.socket], rank: int) -> None:
-    """Append a socket for each lower rank to ``own``, and one that listens. Raise ``OSError`` if there is no memory."""
+def _open(own: list[socket.socket], rank: int, staging: list[Segment]) -> None:
+    """Append a socket for each lower rank to ``own``, and one that listens; and this rank's slots to ``staging``.
+
+    Raises:
+        OSError: shared memory is unavailable.
+    """
     for _ in range(rank + 1):
         own.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         own[-1].setblocking(False)
         own[-1].bind("")
     own[rank].listen(socket.SOMAXCONN)
-    Segment(1)  # raises if shared memory is unavailable
+    staging.append(Segment(NUM_SLOTS * SLOT_BYTES))
 
 
 def meet_peers(own: Sequence[socket.socket], infos: Sequence[RankInfo], sockets: dict[int, socket.socket]) -> None:

@@ -20,7 +20,7 @@ from composable_fsdp._core.comm import (
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 from composable_fsdp.errors import PeerError, UnsupportedError
-from composable_fsdp.plugins.shared_memory.collective import Barrier, collective
+from composable_fsdp.plugins.shared_memory.collective import Barrier, StagedCollective
 from composable_fsdp.plugins.shared_memory.connect import connect, reconnect
 from composable_fsdp.plugins.shared_memory.engine import ShmEngine
 
@@ -82,7 +82,9 @@ class SharedMemoryCommunicator:
         label = label or kind.label
         if kind is Collective.BARRIER:
             return self.engine.launch(Barrier(label))
-        return self.engine.launch(collective(kind, self.rank, self.size, transfers, label)) if transfers else DONE
+        if not transfers:
+            return DONE
+        return self.engine.launch(StagedCollective(kind, self.rank, self.size, transfers, label))
 
     def check(self) -> None:
         self.engine.check()
@@ -107,5 +109,4 @@ class SharedMemoryCommunicator:
         segment = self.engine.segment(nbytes) if self.rank == 0 else None
         barrier = Barrier("sharing of memory", nbytes, segment)
         self.engine.launch(barrier).wait()
-        assert barrier.memory is not None
-        return barrier.memory
+        return barrier.memories[0]

@@ -4,134 +4,82 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
-from zlib import crc32
 
 import torch
 
 from composable_fsdp.plugins.shared_memory.segment import Segment, check_sealed, map_segment
 
-NO_BLOCK = -1
-_GIVE_UP_ROUND = -1
+PROGRESS_ONLY = -1
+_GIVE_UP = -2
 
-_HEADER = struct.Struct("=qqqqqq")
+_HEADER = struct.Struct("=qi")
 _MAX_BYTES = 4096
-_LABEL_BYTES = _MAX_BYTES - _HEADER.size
 _DESCRIPTOR = struct.Struct("=i")
 
 
 class Message(NamedTuple):
-    """The progress of a rank in one round of one operation.
+    """The next step that a rank has staged.
 
     Args:
-        sequence: number of the operation.
-        round: number of the round. Only the message of the first round describes the operation.
-        completed: number of operations that the rank has completed.
-        nbytes: size of the operation in bytes.
-        shape: hash of the tensors' sizes.
-        block: index of the rank's staging block, or ``NO_BLOCK``.
-        label: label of the operation.
-        memory: the block, if it is new to the receiver, or the memory that the operation shares.
+        slot: the index of its staging slot.
+        about: the description of the operation.
+        memory: the memory that the operation shares, if any.
     """
 
-    sequence: int
-    round: int
-    completed: int
-    nbytes: int = 0
-    shape: int = 0
-    block: int = NO_BLOCK
-    label: str = ""
-    memory: torch.Tensor | None = None
-
-    def encoded(self) -> bytes:
-        return _HEADER.pack(*self[:6]) + self.label.encode()[:_LABEL_BYTES]
-
-
-def label_in_message(label: str) -> str:
-    """Return ``label``, or its beginning and a checksum if it is too long for a message.
-
-    A label names the modules of a group, of which there may be hundreds.
-    """
-    data = label.encode()
-    if len(data) <= _LABEL_BYTES:
-        return label
-    return f"{data[: _LABEL_BYTES - 16].decode(errors='ignore')}... {crc32(data):08x}"
+    slot: int
+    about: bytes
+    memory: torch.Tensor | None
 
 
 class ShmSocket:
     """Sockets to every peer.
+
+    There is always room for messages: ranks stage at most ``NUM_SLOTS`` steps before a peer has read the first.
 
     Args:
         sockets: connected, non-blocking sockets of type ``SOCK_SEQPACKET``, by peer. They are closed with this object.
 
     Attributes:
         peers: the peers.
-        unsent: by peer, the messages for which its socket has had no room.
-        completed: by peer, the number of operations that it has completed according to the messages read.
+        inbox: by peer, the messages read, in order.
+        completed: by peer, the number of steps that it has completed according to the messages read.
         ended: by peer, the reason why it sends no more messages, empty if unknown.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
         self._sockets, self.peers = dict(sockets), tuple(sockets)
-        self._inbox: dict[int, dict[tuple[int, int], Message]] = {peer: {} for peer in sockets}
-        self.unsent: dict[int, deque[tuple[bytes, Segment | None]]] = {}
+        self.inbox: dict[int, deque[Message]] = {peer: deque() for peer in sockets}
         self.completed = dict.fromkeys(sockets, 0)
         self.ended: dict[int, str] = {}
-        self._finalizer = weakref.finalize(self, close, tuple(sockets.values()))
+        self.close = weakref.finalize(self, close, tuple(sockets.values()))
 
-    def broadcast(self, message: Message, segment: Segment | None = None) -> None:
-        """Send ``message`` to every peer, with ``segment`` for them to map. Queues what a socket has no room for."""
-        data = message.encoded()
-        for peer in self._sockets:
-            if peer in self.unsent or not self._send(peer, data, segment):
-                self.unsent.setdefault(peer, deque()).append((data, segment))
-
-    def flush(self) -> None:
-        """Send queued messages as far as there is room."""
-        for peer, waiting in list(self.unsent.items()):
-            while waiting and self._send(peer, *waiting[0]):
-                waiting.popleft()
-            if not waiting:
-                del self.unsent[peer]
-
-    def _send(self, peer: int, data: bytes, segment: Segment | None) -> bool:
+    def broadcast(self, completed: int, slot: int, about: bytes = b"", segment: Segment | None = None) -> None:
+        """Tell every peer that this rank has ``completed`` steps, and staged the next one unless ``PROGRESS_ONLY``."""
+        data = [_HEADER.pack(completed, slot), about]
         sent = [] if segment is None else [_DESCRIPTOR.pack(segment.descriptor)]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, each) for each in sent]
-        try:
-            self._sockets[peer].sendmsg([data], rights, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return False
-        except (BrokenPipeError, ConnectionResetError):
-            return True  # the peer is gone, which waiting for it will show; it may have sent all that we need
-        return True
+        for each in self._sockets.values():
+            # A peer that is gone shows when it is waited for; it may have sent all that we need.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                each.sendmsg(data, rights, socket.MSG_NOSIGNAL)
 
-    def has(self, peer: int, sequence: int, round: int) -> bool:
-        """Return whether that message has arrived from ``peer``. Reads messages up to that one only."""
-        while not self.has_read(peer, sequence, round):
+    def has(self, peer: int) -> bool:
+        """Return whether the next step of ``peer`` is in the inbox. Reads no further messages if it is."""
+        while not self.inbox[peer]:
             if not self._receive(peer):
                 return False
         return True
 
-    def has_read(self, peer: int, sequence: int, round: int) -> bool:
-        return (sequence, round) in self._inbox[peer]
-
-    def last_label(self, peer: int) -> str:
-        """Return the label of the last operation that ``peer`` has launched, among messages read and not popped."""
-        launches = [message for message in self._inbox[peer].values() if message.label]
-        return max(launches, key=lambda message: message.sequence).label if launches else ""
-
-    def pop(self, peer: int, sequence: int, round: int) -> Message:
-        return self._inbox[peer].pop((sequence, round))
-
     def receive_all(self) -> None:
         """Read all messages that have arrived."""
-        for peer in self._sockets:
+        for peer in self.peers:
             while self._receive(peer):
                 pass
 
@@ -150,32 +98,26 @@ class ShmSocket:
             return False
         if flags & socket.MSG_CTRUNC:
             raise OSError(errno.EMFILE, f"no file descriptor is free for the memory of peer {peer}; raise `ulimit -n`")
-        label = data[_HEADER.size :].decode(errors="replace")
-        numbers: tuple[int, int, int, int, int, int] = _HEADER.unpack_from(data)
-        message = Message(*numbers, label, _received_memory(ancillary))
-        if message.round == _GIVE_UP_ROUND:
-            self.ended[peer] = message.label
+        completed, slot = _HEADER.unpack_from(data)
+        if slot == _GIVE_UP:
+            self.ended[peer] = data[_HEADER.size :].decode(errors="replace")
             return False
-        self.completed[peer] = message.completed
-        self._inbox[peer][message.sequence, message.round] = message
+        self.completed[peer] = completed
+        if slot != PROGRESS_ONLY:
+            self.inbox[peer].append(Message(slot, data[_HEADER.size :], _received_memory(ancillary)))
         return True
 
-    def poll_events(self, peers: Iterable[int]) -> Iterator[tuple[socket.socket, int]]:
-        """Yield the sockets and events to poll for, until ``peers`` have sent something or a queued message fits."""
-        events = dict.fromkeys(self.unsent, select.POLLOUT)
-        for peer in peers:
-            events[peer] = events.get(peer, 0) | select.POLLIN
-        return ((self._sockets[peer], mask) for peer, mask in events.items())
+    def descriptors(self, *, of_missing: bool) -> list[int]:
+        """Return what to poll: the sockets of peers with an empty inbox if ``of_missing``, otherwise of all."""
+        peers = (peer for peer in self.peers if peer not in self.ended)
+        return [self._sockets[peer].fileno() for peer in peers if not (of_missing and self.inbox[peer])]
 
     def give_up(self, reason: str) -> None:
         """Send ``reason`` to all peers as our last message, and close."""
-        self.unsent.clear()
-        self.broadcast(Message(0, _GIVE_UP_ROUND, 0, label=reason))
-        self.close()
-
-    def close(self) -> None:
-        self.unsent.clear()
-        self._finalizer()
+        if self.close.alive:
+            with suppress(BlockingIOError):
+                self.broadcast(0, _GIVE_UP, reason.encode()[: _MAX_BYTES - _HEADER.size])
+            self.close()
 
 
 def _received_memory(ancillary: list[tuple[int, int, bytes]]) -> torch.Tensor | None:
