@@ -67,17 +67,16 @@ def muon_buckets(model: str, ranks: int, bucket_bytes: int) -> list[Bucket]:
     shapes = matrices(model)
     costs = [newton_schulz_cost(*shape) for shape in shapes]
     whole = [2 * prod(shape) for shape in shapes]
-    held = [2 * ceil(rows / ranks) * columns for rows, columns in shapes]
     owners = assign_owners(costs, ranks)
     limit = message_limit(bucket_bytes, max(whole))
     found = []
-    for indices in cut_buckets(costs, owners, whole.__getitem__, held.__getitem__, limit):
+    for indices in cut_buckets(costs, owners, whole, limit):
         owned: dict[int, tuple[float, float]] = {}
         for index in indices:
             nbytes, cost = owned.get(owners[index], (0, 0))
             owned[owners[index]] = nbytes + whole[index], cost + costs[index]
         sent = max(nbytes for nbytes, _ in owned.values())
-        found.append(Bucket(max(sent, sum(held[i] for i in indices)), max(cost for _, cost in owned.values())))
+        found.append(Bucket(sent, max(cost for _, cost in owned.values())))
     return found
 
 

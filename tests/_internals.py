@@ -84,9 +84,8 @@ if TYPE_CHECKING:
     from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace, write_rank
     from composable_fsdp.init.materialize import reset_parameters
     from composable_fsdp.optim._owner_exchange import Exchange, OwnerPlans, make_exchanges
-    from composable_fsdp.optim._owner_plan import (assign_owners, cut_buckets, message_limit, newton_schulz_cost,
-        replicas_together)
-    from composable_fsdp.optim._owner_units import AxisCut, Slot, Tiling, Unit, axis_cuts, tiling_of
+    from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, message_limit, newton_schulz_cost
+    from composable_fsdp.optim._owner_units import Slot, Tiling, Unit, axis_cuts, tiling_of
     from composable_fsdp.plan import dry_run
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
     from composable_fsdp.plan.make_plan import pinned_waste

@@ -10,10 +10,10 @@ disagree on is a word before each rank's part of a message: which units have a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from math import prod
+from operator import is_
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -28,11 +28,9 @@ from composable_fsdp._core.memory import current_device
 from composable_fsdp._core.params import find_parameter
 from composable_fsdp._extents import Box
 from composable_fsdp.errors import DivergenceError, PeerError
-from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, message_limit, replicas_together
+from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, message_limit
 from composable_fsdp.optim._owner_units import Coordinate, Slot, Unit, tiling_of
 
-_MOST_PLANS = 256
-"""With more lists of parameters that get gradients together, plans are made again."""
 _WORD = 8
 """The bytes of a word. It takes ``ALIGNMENT_BYTES``, at a multiple of which every piece begins."""
 
@@ -41,10 +39,7 @@ class Task(Protocol):
     """The work on one unit in one step: its inputs, its computation and its outputs."""
 
     def load(self, slot: int, box: Box) -> torch.Tensor:
-        """Return the block ``box`` of this rank's part of input ``slot``, on any device.
-
-        It is called once for every box in every step, on all ranks, also on those whose part nobody needs.
-        """
+        """Return the block ``box`` of this rank's part of input ``slot``, on any device."""
         ...
 
     def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -56,34 +51,25 @@ class Task(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class Members:
+Tasks = Sequence[Task | None]
+"""The task of each unit, or None for what is unchanged in a step."""
+
+
+class Members(NamedTuple):
     """The ranks of an exchange, in the order of their process group, with their coordinates in the mesh.
 
     ``group`` is None for tensors that this rank has alone.
     """
 
+    device: torch.device
     group: dist.ProcessGroup | None = None
     coordinates: tuple[Coordinate, ...] = ((),)
-    index: int = 0
-    device: torch.device = field(default=torch.device("cpu"))
-
-    @property
-    def own(self) -> Coordinate:
-        return self.coordinates[self.index]
-
-    def all_to_all(self, output: torch.Tensor, received: list[int], input: torch.Tensor, sent: list[int]) -> Any:
-        """Launch an all-to-all of bytes, and return its work."""
-        if self.group is None:
-            output.copy_(input)
-            return None
-        return dist.all_to_all_single(output, input, received, sent, group=self.group, async_op=True)
+    position: int = 0
 
 
 class _Piece(NamedTuple):
-    """A box of a slot of a unit, and where it begins in a message. ``start`` is -1 if it is not sent."""
+    """A box of a slot of a unit, and where it begins in a message."""
 
-    unit: int
     slot: int
     box: Box
     start: int
@@ -99,7 +85,8 @@ class _Message:
     """The layout of a message: the part of each rank, which is a word and pieces, and its bytes."""
 
     def __init__(self) -> None:
-        self.pieces: list[_Piece] = []
+        self.pieces: dict[int, list[_Piece]] = {}
+        """By unit."""
         self.splits: list[int] = []
         self.words: list[int] = []
         """The position of each rank's word, counted in words."""
@@ -111,19 +98,20 @@ class _Message:
         self.splits.append(ALIGNMENT_BYTES)
         self.nbytes += ALIGNMENT_BYTES
 
-    def append(self, unit: int, number: int, slot: Slot, holder: Coordinate) -> None:
-        """Append what the rank at ``holder`` holds of a slot to the part of the last rank that was begun."""
-        for box in slot.boxes(holder):
-            self.pieces.append(_Piece(unit, number, box, self.nbytes, slot.dtype))
-            nbytes = aligned_bytes(prod(box.sizes) * slot.dtype.itemsize)
-            self.splits[-1] += nbytes
-            self.nbytes += nbytes
+    def append(self, unit: int, slots: Iterable[tuple[int, Slot]], holder: Coordinate) -> None:
+        """Append what the rank at ``holder`` holds of ``slots`` to the part of the last rank that was begun."""
+        for number, slot in slots:
+            for box in slot.boxes(holder):
+                self.pieces.setdefault(unit, []).append(_Piece(number, box, self.nbytes, slot.dtype))
+                nbytes = aligned_bytes(prod(box.sizes) * slot.dtype.itemsize)
+                self.splits[-1] += nbytes
+                self.nbytes += nbytes
 
-    def memory(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-
-    def fill_words(self, message: torch.Tensor, word: int) -> None:
+    def begin(self, word: int, device: torch.device) -> torch.Tensor:
+        """Return new memory for the message, with ``word`` in the part of each rank."""
+        message = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         message.view(torch.int64)[self.words] = word
+        return message
 
     def words_of(self, message: torch.Tensor) -> list[int]:
         """Return the word of each rank. The host waits for ``message``."""
@@ -134,40 +122,20 @@ class _Bucket:
     """The units that are exchanged together, and this rank's four messages."""
 
     def __init__(self, units: Sequence[Unit], owners: Sequence[int], indices: Sequence[int], members: Members) -> None:
-        self.units = units
-        own = members.own
-        self.shards, self.owned, self.results, self.updates = _Message(), _Message(), _Message(), _Message()
-        self.unsent: list[_Piece] = []
-        of_owner: dict[int, list[int]] = {}
-        for index in indices:
-            of_owner.setdefault(owners[index], []).append(index)
-        self.computed = of_owner.get(members.index, [])
+        own = members.coordinates[members.position]
+        self.shards, self.owned, self.results, self.updates = (_Message() for _ in range(4))
+        self.computed = [index for index in indices if owners[index] == members.position]
         for rank, coordinate in enumerate(members.coordinates):
             for message in (self.shards, self.owned, self.results, self.updates):
                 message.begin_part()
-            for index in of_owner.get(rank, ()):
-                for number, slot in enumerate(units[index].inputs):
-                    if slot.comes_from(own, coordinate):
-                        self.shards.append(index, number, slot, own)
-                    else:
-                        self.unsent += [_Piece(index, number, box, -1, slot.dtype) for box in slot.boxes(own)]
-                for number, slot in enumerate(units[index].outputs):
-                    self.updates.append(index, number, slot, own)
+            for index in (index for index in indices if owners[index] == rank):
+                inputs = [each for each in enumerate(units[index].inputs) if each[1].comes_from(own, coordinate)]
+                self.shards.append(index, inputs, own)
+                self.updates.append(index, enumerate(units[index].outputs), own)
             for index in self.computed:
-                for number, slot in enumerate(units[index].inputs):
-                    if slot.comes_from(coordinate, own):
-                        self.owned.append(index, number, slot, coordinate)
-                for number, slot in enumerate(units[index].outputs):
-                    self.results.append(index, number, slot, coordinate)
-        self.parts = _by_unit(self.owned.pieces)
-        self.answers = _by_unit(self.results.pieces)
-
-
-def _by_unit(pieces: Sequence[_Piece]) -> dict[int, list[_Piece]]:
-    found: dict[int, list[_Piece]] = {}
-    for piece in pieces:
-        found.setdefault(piece.unit, []).append(piece)
-    return found
+                inputs = [each for each in enumerate(units[index].inputs) if each[1].comes_from(coordinate, own)]
+                self.owned.append(index, inputs, coordinate)
+                self.results.append(index, enumerate(units[index].outputs), coordinate)
 
 
 class _Flight(NamedTuple):
@@ -200,26 +168,26 @@ class Exchange:
         self.members, self.units, self.limit, self.copies = members, units, limit, copies
         costs = [unit.cost for unit in units]
         self.owners = assign_owners(costs, len(members.coordinates)) if owners is None else owners
-        buckets = cut_buckets(costs, self.owners, lambda i: copies * units[i].largest, lambda i: units[i].held, limit)
+        buckets = cut_buckets(costs, self.owners, [copies * unit.largest for unit in units], limit)
         self.buckets = [_Bucket(units, self.owners, indices, members) for indices in buckets]
 
-    def run(self, tasks: Sequence[Task | None]) -> None:
-        """Do ``tasks``, one for each unit, or None for what is unchanged. All ranks must call it together.
+    def run(self, tasks: Tasks) -> None:
+        """Do ``tasks``, one for each unit. All ranks must call it together.
 
         Raises:
             DivergenceError: ranks have tasks for different units. Raised on all ranks, before anything is computed.
             PeerError: an owner raised in ``compute``. Raised on all ranks; on the owner, from its own exception.
         """
         present = crc32(bytes(task is not None for task in tasks))
-        flight = self._send_shards(self.buckets[0], tasks, present) if self.buckets else None
+        flight: _Flight | None = self._send_shards(self.buckets[0], tasks, present)
         returning: tuple[_Bucket, _Flight, Exception | None] | None = None  # the exception is of this rank as an owner
         for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
             assert flight is not None
             owned = flight.wait()
             if returning is None and any(word != present for word in bucket.owned.words_of(owned)):
                 raise self._difference(tasks)
-            flight = self._send_shards(following, tasks, present) if following is not None else None
-            results = bucket.results.memory(self.members.device)
+            flight = None if following is None else self._send_shards(following, tasks, present)
+            results = bucket.results.begin(0, self.members.device)
             failure = self._compute(bucket, tasks, owned, results)
             del owned
             if returning is not None:
@@ -229,54 +197,49 @@ class Exchange:
         if returning is not None:
             self._take(*returning, tasks, None)
 
-    def _send_shards(self, bucket: _Bucket, tasks: Sequence[Task | None], present: int) -> _Flight:
-        message = bucket.shards.memory(self.members.device)
-        bucket.shards.fill_words(message, present)
-        for piece in (*bucket.unsent, *bucket.shards.pieces):
-            if (task := tasks[piece.unit]) is not None:
-                part = task.load(piece.slot, piece.box)
-                if piece.start >= 0:
-                    piece.of(message).copy_(part)
+    def _send_shards(self, bucket: _Bucket, tasks: Tasks, present: int) -> _Flight:
+        message = bucket.shards.begin(present, self.members.device)
+        for unit, pieces in bucket.shards.pieces.items():
+            if (task := tasks[unit]) is not None:
+                for piece in pieces:
+                    piece.of(message).copy_(task.load(piece.slot, piece.box))
         return self._launch(message, bucket.shards, bucket.owned)
 
-    def _compute(
-        self, bucket: _Bucket, tasks: Sequence[Task | None], owned: torch.Tensor, results: torch.Tensor
-    ) -> Exception | None:
+    def _compute(self, bucket: _Bucket, tasks: Tasks, owned: torch.Tensor, results: torch.Tensor) -> Exception | None:
         """Compute the units that this rank owns. An exception is returned, and its unit's number goes to all ranks."""
-        bucket.results.fill_words(results, 0)
         for index in bucket.computed:
             try:
                 if (task := tasks[index]) is not None:
-                    _compute(bucket, index, task, owned, results)
+                    _compute(bucket, index, self.units[index].inputs, task, owned, results)
             except Exception as error:  # noqa: PERF203 (of one unit)
                 if self.members.group is None:
                     raise
-                bucket.results.fill_words(results, index + 1)
+                results.view(torch.int64)[bucket.results.words] = index + 1
                 return error
         return None
 
     def _launch(self, message: torch.Tensor, sent: _Message, received: _Message) -> _Flight:
-        memory = received.memory(self.members.device)
-        return _Flight(self.members.all_to_all(memory, received.splits, message, sent.splits), memory, message)
+        group = self.members.group
+        if group is None:
+            return _Flight(None, message, message)
+        memory = message.new_empty(received.nbytes)
+        work = dist.all_to_all_single(memory, message, received.splits, sent.splits, group=group, async_op=True)
+        return _Flight(work, memory, message)
 
     def _take(
-        self,
-        bucket: _Bucket,
-        flight: _Flight,
-        failure: Exception | None,
-        tasks: Sequence[Task | None],
-        following: _Flight | None,
+        self, bucket: _Bucket, flight: _Flight, failure: Exception | None, tasks: Tasks, following: _Flight | None
     ) -> None:
         received = flight.wait()
         if any(failed := bucket.updates.words_of(received)):
             if following is not None:
                 following.wait()
             raise self._failure(failed, failure) from failure
-        for piece in bucket.updates.pieces:
-            if (task := tasks[piece.unit]) is not None:
-                task.store(piece.slot, piece.box, piece.of(received))
+        for unit, pieces in bucket.updates.pieces.items():
+            if (task := tasks[unit]) is not None:
+                for piece in pieces:
+                    task.store(piece.slot, piece.box, piece.of(received))
 
-    def _difference(self, tasks: Sequence[Task | None]) -> DivergenceError:
+    def _difference(self, tasks: Tasks) -> DivergenceError:
         sets = self._gathered({index for index, task in enumerate(tasks) if task is not None})
         differing = sorted(set.union(*sets.values()) - set.intersection(*sets.values()))
         names = [f"{self.units[i].name} on ranks {[r for r in sets if i in sets[r]]} only" for i in differing]
@@ -297,19 +260,20 @@ class Exchange:
 
     def _gathered(self, value: Any) -> dict[int, Any]:
         """Return the ``value`` of each member, by global rank, in the order of the members."""
-        values: list[Any] = [None] * len(self.members.coordinates)
-        dist.all_gather_object(values, value, group=self.members.group)
         group = cast(dist.ProcessGroup, self.members.group)
+        values: list[Any] = [None] * len(self.members.coordinates)
+        dist.all_gather_object(values, value, group=group)
         return dict(zip(dist.get_process_group_ranks(group), values, strict=True))
 
 
-def _compute(bucket: _Bucket, index: int, task: Task, owned: torch.Tensor, results: torch.Tensor) -> None:
-    slots = bucket.units[index].inputs
+def _compute(
+    bucket: _Bucket, index: int, slots: Sequence[Slot], task: Task, owned: torch.Tensor, results: torch.Tensor
+) -> None:
     wholes = [torch.empty(slot.sizes, dtype=slot.dtype, device=owned.device) for slot in slots]
-    for piece in bucket.parts.get(index, ()):
+    for piece in bucket.owned.pieces.get(index, ()):
         wholes[piece.slot][piece.box.slices].copy_(piece.of(owned))
     outputs = task.compute(wholes)
-    for piece in bucket.answers.get(index, ()):
+    for piece in bucket.results.pieces.get(index, ()):
         piece.of(results).copy_(outputs[piece.slot][piece.box.slices])
 
 
@@ -331,98 +295,90 @@ def title_of(tensor: torch.Tensor) -> str:
     return f"a parameter of shape {tuple(tensor.shape)}" if found is None else repr(found.name)
 
 
+Keys = list[tuple[int, int]]
+"""The units of an exchange: the index of a tensor, and the number among its units."""
+
+
 def make_exchanges(
-    tensors: Sequence[torch.Tensor], units_of: Callable[[int], Sequence[Unit]], bucket_bytes: int
-) -> list[tuple[Exchange, list[tuple[int, int]]]]:
-    """Return the exchanges of the units of ``tensors``, with the tensor and the number among its units of each unit.
+    tensors: Sequence[torch.Tensor], units_of: Sequence[Sequence[Unit]], bucket_bytes: int
+) -> list[tuple[Exchange, Keys]]:
+    """Return the exchanges of the units of ``tensors``.
 
     Tensors on equal meshes that are cut on the same axes are exchanged together. Where several ranks hold the same
     shards, as with hybrid sharding, as many of these replicas share the work as there is room for in a message.
 
     Args:
         tensors: parameters with a part on this rank. All ranks have the same in the same order.
-        units_of: a function from the index of a tensor to its units.
+        units_of: the units of each tensor.
         bucket_bytes: two times these bytes hold the messages that live at once, unless a matrix is larger.
     """
-    by_ranks: dict[Any, list[tuple[int, int]]] = {}
-    units: dict[tuple[int, int], Unit] = {}
+    by_ranks: dict[Any, Keys] = {}
     for index, tensor in enumerate(tensors):
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        key = mesh, tiling_of(tensor).uncut, tensor.device if mesh is None else None
-        for number, unit in enumerate(units_of(index)):
-            units[index, number] = unit
-            by_ranks.setdefault(key, []).append((index, number))
+        key = mesh, tiling_of(tensor).axes, tensor.device if mesh is None else None
+        by_ranks.setdefault(key, []).extend((index, number) for number in range(len(units_of[index])))
     found = []
-    for (mesh, uncut, device), keys in by_ranks.items():
-        of_mesh = [units[key] for key in keys]
-        largest = max(unit.largest for unit in of_mesh)
-        limit = message_limit(bucket_bytes, largest, ALIGNMENT_BYTES * (1 if mesh is None else mesh.size()))
-        if mesh is None:
-            members, copies = Members(device=device), 1
+    for (mesh, axes, device), keys in by_ranks.items():
+        units = [units_of[index][number] for index, number in keys]
+        largest, copies = max(unit.largest for unit in units), 1
+        limit = message_limit(bucket_bytes, largest)
+        if mesh is not None:
+            shards = prod(mesh.size(axis) for axis in axes)
+            replicas = mesh.size() // shards
+            # An owner sends the update of a matrix to each replica that shares the work.
+            fitting = [n for n in range(1, replicas + 1) if replicas % n == 0 and n * largest <= limit]
+            copies = max(fitting, default=1)
+            members = _members(mesh, axes, copies * shards)
         else:
-            copies = replicas_together(prod(mesh.size(axis) for axis in uncut), largest, limit)
-            members = _members(mesh, uncut, copies)
-        found.append((Exchange(members, of_mesh, limit, copies), keys))
+            members = Members(device)
+        found.append((Exchange(members, units, limit, copies), keys))
     # The most ranks first, so that all of them learn of an error before some go on without those that raise it.
     return sorted(found, key=lambda each: -len(each[0].members.coordinates))
 
 
-def _members(mesh: DeviceMesh, uncut: tuple[int, ...], copies: int) -> Members:
-    """Return the ranks that share the work with this one: those of ``copies`` neighbouring replicas."""
-    own = mesh.get_coordinate()
-    assert own is not None
-    sizes = [mesh.size(axis) for axis in uncut]
-
-    def team(coordinate: Sequence[int]) -> int:
-        replica = 0
-        for axis, size in zip(uncut, sizes, strict=True):
-            replica = replica * size + coordinate[axis]
-        return replica // copies
-
-    everywhere = zip(mesh.mesh.flatten().tolist(), product(*map(range, mesh.mesh.shape)), strict=True)
-    places = {rank: at for rank, at in everywhere if team(at) == team(own)}
-    group = _group_of(mesh, list(places))
+def _members(mesh: DeviceMesh, axes: tuple[int, ...], size: int) -> Members:
+    """Return the ``size`` ranks that share the work with this one: those of neighbouring replicas."""
+    grid: torch.Tensor = mesh.mesh
+    replicas_first = grid.permute([axis for axis in range(mesh.ndim) if axis not in axes] + list(axes))
+    places = dict(zip(grid.flatten().tolist(), product(*map(range, grid.shape)), strict=True))
+    own, device = places[dist.get_rank()], current_device(mesh.device_type)
+    teams: list[list[int]] = replicas_first.reshape(-1, size).tolist()
+    group = _group_of(mesh, next(team for team in teams if dist.get_rank() in team))
     if group is None:
-        return Members(None, (tuple(own),), 0, current_device(mesh.device_type))
-    ranks = dist.get_process_group_ranks(group)
-    coordinates = tuple(places[rank] for rank in ranks)
-    return Members(group, coordinates, dist.get_rank(group), current_device(mesh.device_type))
+        return Members(device, None, (own,))
+    coordinates = tuple(places[rank] for rank in dist.get_process_group_ranks(group))
+    return Members(device, group, coordinates, dist.get_rank(group))
 
 
 class OwnerPlans:
-    """The exchanges of an optimizer's steps, planned once for each list of parameters that are stepped together.
-
-    With ``offload_optimizer``, a step has several lists. For ``bucket_bytes`` see :func:`make_exchanges`.
-    """
+    """The exchanges of an optimizer's steps. For ``bucket_bytes`` see :func:`make_exchanges`."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
-        self._plans: dict[tuple[int, ...], tuple[list[Any], list[tuple[Exchange, list[tuple[int, int]]]]]] = {}
-        """By the ids of their parameters, which are kept, with their meshes and forms, so that ids are not reused."""
+        self._planned: list[Any] = []
+        """The parameters of the last step with their meshes. They are kept, so that no new one is taken for one."""
+        self._forms: list[Any] = []
+        self._exchanges: list[tuple[Exchange, Keys]] = []
 
     def of(
         self,
         parameters: Sequence[torch.Tensor],
         units_of: Callable[[], Sequence[Sequence[Unit]]],
         forms: Sequence[Any] = (),
-    ) -> list[tuple[Exchange, list[tuple[int, int]]]]:
-        """Return the exchanges of ``parameters``, planned again if their meshes or ``forms`` have changed.
+    ) -> list[tuple[Exchange, Keys]]:
+        """Return the exchanges of ``parameters``, planned again if they, their meshes or ``forms`` have changed.
 
         Args:
             parameters: as for :func:`make_exchanges`.
             units_of: returns the units of each parameter.
             forms: what units depend on beside parameters and meshes.
         """
-        ids = tuple(map(id, parameters))
-        meshes = [p.device_mesh if isinstance(p, DTensor) else None for p in parameters]
-        key = [list(map(id, meshes)), list(forms)]
-        known, exchanges = self._plans.get(ids, ([], []))
-        if known[:2] != key:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            exchanges = make_exchanges(parameters, units_of().__getitem__, self.bucket_bytes)
-            self._plans[ids] = [*key, list(parameters), meshes], exchanges
-        return exchanges
+        planned = [*parameters, *(p.device_mesh if isinstance(p, DTensor) else None for p in parameters)]
+        is_same = len(planned) == len(self._planned) and all(map(is_, planned, self._planned))
+        if not is_same or list(forms) != self._forms:
+            self._exchanges = make_exchanges(parameters, units_of(), self.bucket_bytes)
+            self._planned, self._forms = planned, list(forms)
+        return self._exchanges
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()

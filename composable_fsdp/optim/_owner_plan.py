@@ -8,10 +8,7 @@ pair of all-to-alls exchanges.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-
-MESSAGES_IN_FLIGHT = 6
-"""The messages that live at once: those that a bucket is computed from and to, and two each of its neighbours."""
+from collections.abc import Sequence
 
 
 def newton_schulz_cost(rows: int, columns: int) -> float:
@@ -45,47 +42,34 @@ def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-def message_limit(bucket_bytes: int, largest: int, words: int = 0) -> int:
-    """Return the most bytes of the matrices in a message, so that two buckets hold all messages that live at once.
+def message_limit(bucket_bytes: int, largest: int) -> int:
+    """Return the most bytes of the matrices in a message of a rank.
 
-    It is at least ``largest``, the bytes of the largest matrix: with less, each of the largest matrices would be a
-    bucket of its own, and one rank would compute it while all others wait. ``words`` are the bytes of anything else.
+    Six messages live at once: those that a bucket is computed from and to, and two each of its neighbours. Two buckets
+    hold them. The limit is at least ``largest``, the bytes of the largest matrix: with less, each of the largest ones
+    would be a bucket of its own, and one rank would compute it while all others wait.
     """
-    return max(2 * bucket_bytes // MESSAGES_IN_FLIGHT - words, largest)
+    return max(bucket_bytes // 3, largest)
 
 
-def replicas_together(replicas: int, largest: int, limit: int) -> int:
-    """Return how many of the ``replicas`` that hold the same shards share the work: a divisor.
-
-    An owner sends the update of a matrix to each of them, so that many copies of the ``largest`` fit in a message.
-    """
-    return max(n for n in range(1, replicas + 1) if replicas % n == 0 and (n == 1 or n * largest <= limit))
-
-
-def cut_buckets(
-    costs: Sequence[float], owners: Sequence[int], owned: Callable[[int], int], held: Callable[[int], int], limit: int
-) -> list[list[int]]:
+def cut_buckets(costs: Sequence[float], owners: Sequence[int], owned: Sequence[int], limit: int) -> list[list[int]]:
     """Return the indices of the matrices of each bucket, the most expensive ones first.
 
     Matrices are taken in the order of :func:`assign_owners`, in which consecutive ones have different owners, so that
-    the work in a bucket is balanced too.
+    the work in a bucket is balanced too. Shards are equal but for rounding, so ranks hold about as much as they own.
 
     Args:
         costs: the cost of each matrix.
         owners: its owner.
         owned: bytes of the message with the matrix that its owner sends.
-        held: bytes of the largest shard of the matrix.
-        limit: the most bytes that a rank owns, or holds, in a bucket of several matrices.
+        limit: the most bytes that a rank owns in a bucket of several matrices.
     """
-    buckets: list[list[int]] = []
+    buckets: list[list[int]] = [[]]
     of_owner: dict[int, int] = {}
-    of_shards = limit + 1
     for index in by_cost(costs):
-        own, part = owned(index), held(index)
-        if of_shards + part > limit or of_owner.get(owners[index], 0) + own > limit:
+        if of_owner.get(owners[index], 0) + owned[index] > limit and buckets[-1]:
             buckets.append([])
-            of_owner, of_shards = {}, 0
+            of_owner = {}
         buckets[-1].append(index)
-        of_owner[owners[index]] = of_owner.get(owners[index], 0) + own
-        of_shards += part
+        of_owner[owners[index]] = of_owner.get(owners[index], 0) + owned[index]
     return buckets

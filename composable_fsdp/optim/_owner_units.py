@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -23,44 +23,23 @@ Coordinate = tuple[int, ...]
 """The place of a rank in a mesh, one number for each axis."""
 
 
-class AxisCut(NamedTuple):
-    """A mesh axis that cuts tensor dim ``dim``, which is first split into ``blocks``."""
-
-    axis: int
-    dim: int
-    blocks: int = 1
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a tensor of ``shape`` is cut over a mesh of ``sizes``, by ``cuts`` in their order."""
+class Tiling(NamedTuple):
+    """How a tensor of ``shape`` is cut over a mesh: the axis of each cut, and the cut of its first rank, in order."""
 
     shape: tuple[int, ...]
-    sizes: tuple[int, ...] = ()
-    cuts: tuple[AxisCut, ...] = ()
+    cuts: tuple[tuple[int, Cut], ...] = ()
 
-    @cached_property
-    def uncut(self) -> tuple[int, ...]:
-        """The mesh axes whose ranks hold the same shards."""
-        cut = {each.axis for each in self.cuts}
-        return tuple(axis for axis in range(len(self.sizes)) if axis not in cut)
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The mesh axes whose ranks hold different shards."""
+        return tuple(sorted(axis for axis, _ in self.cuts))
 
     def extent(self, coordinate: Coordinate) -> ShardExtent:
         """Return the part of the tensor that the rank at ``coordinate`` holds."""
-        key = tuple(coordinate[cut.axis] for cut in self.cuts)
-        if key not in self._extents:
-            cuts = [Cut(c.dim, self.sizes[c.axis], at, c.blocks) for c, at in zip(self.cuts, key, strict=True)]
-            self._extents[key] = ShardExtent.after(self.shape, cuts)
-        return self._extents[key]
+        return _extent(self.shape, tuple(cut._replace(rank=coordinate[axis]) for axis, cut in self.cuts))
 
-    @cached_property
-    def _extents(self) -> dict[Coordinate, ShardExtent]:
-        return {}
 
-    @cached_property
-    def largest(self) -> int:
-        """The elements of the largest shard: the first rank's, as of ``torch.chunk``."""
-        return prod(self.extent((0,) * len(self.sizes)).local_shape)
+_extent = lru_cache(1 << 12)(ShardExtent.after)
 
 
 def tiling_of(tensor: torch.Tensor) -> Tiling:
@@ -68,24 +47,26 @@ def tiling_of(tensor: torch.Tensor) -> Tiling:
     if not isinstance(tensor, DTensor):
         return Tiling(tuple(tensor.shape))
     sizes = tuple(tensor.device_mesh.shape)
-    return Tiling(tuple(tensor.shape), sizes, axis_cuts(tensor.placements, sizes, find_parameter(tensor) is not None))
+    return Tiling(tuple(tensor.shape), axis_cuts(tensor.placements, sizes, find_parameter(tensor) is not None))
 
 
-def axis_cuts(placements: Sequence[Placement], sizes: tuple[int, ...], is_parameter: bool) -> tuple[AxisCut, ...]:
+def axis_cuts(
+    placements: Sequence[Placement], sizes: tuple[int, ...], is_parameter: bool
+) -> tuple[tuple[int, Cut], ...]:
     """Return the cuts of ``placements`` in their order.
 
     ``fully_shard`` cuts what tensor parallelism has left. A strided shard says so, but describes it exactly only if the
     rows can be divided evenly. So for its parameters the order is followed instead.
     """
     found = [
-        AxisCut(axis, cast(Any, placement).dim, getattr(placement, "split_factor", 1))
+        (axis, Cut(cast(Any, placement).dim, sizes[axis], 0, getattr(placement, "split_factor", 1)))
         for axis, placement in enumerate(placements)
         if not placement.is_replicate()
     ]
-    for cut in found if is_parameter else ():
-        later = prod(sizes[other.axis] for other in found if other.axis > cut.axis and other.dim == cut.dim)
+    for axis, cut in found if is_parameter else ():
+        later = prod(other.ranks for of_axis, other in found if of_axis > axis and other.dim == cut.dim)
         if cut.blocks == later > 1:
-            return (*(other for other in found if other is not cut), AxisCut(cut.axis, cut.dim))
+            return (*(each for each in found if each[0] != axis), (axis, cut._replace(blocks=1)))
     return tuple(found)
 
 
@@ -118,13 +99,7 @@ class Slot:
 
     def comes_from(self, sender: Coordinate, owner: Coordinate) -> bool:
         """Return whether ``owner`` receives the part of ``sender``: one of the ranks that hold it sends it."""
-        return all(sender[axis] == owner[axis] for axis in self.tiling.uncut)
-
-    @property
-    def held(self) -> int:
-        """The most bytes of this block that a rank may hold, about: its share of the largest shard."""
-        share = min(prod(self.sizes), self.tiling.largest)
-        return aligned_bytes(share * self.dtype.itemsize)
+        return all(sender[axis] == owner[axis] for axis in range(len(owner)) if axis not in self.tiling.axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +116,3 @@ class Unit:
     def largest(self) -> int:
         """The bytes of the whole inputs, or of the whole outputs, whichever are more."""
         return max(sum(slot.nbytes for slot in slots) for slots in (self.inputs, self.outputs))
-
-    @property
-    def held(self) -> int:
-        """The bytes of the largest shards of the inputs, or of the outputs."""
-        return max(sum(slot.held for slot in slots) for slots in (self.inputs, self.outputs))

@@ -21,9 +21,8 @@ from composable_fsdp.optim._owner_units import Slot, Unit, tiling_of
 from composable_fsdp.optim.owner_step import placed
 from composable_fsdp.policies import checks_keywords
 
-_ADJUSTMENTS = (None, "original", "match_rms_adamw")
-_MOST_STEPS = 99
 _OF_BOTH = ("lr", "weight_decay")
+_OF_MUON = (*_OF_BOTH, "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
 
 @checks_keywords
@@ -51,13 +50,13 @@ class Muon(Optimizer):
 
     Args:
         params: parameters, named parameters, or groups of them.
-        lr: the learning rate.
+        lr: the learning rate, a number or a tensor of one element.
         weight_decay: decoupled weight decay.
         momentum: the momentum factor.
         nesterov: use Nesterov momentum.
         ns_coefficients: the three coefficients of the iteration.
         eps: the smallest norm by which a matrix is divided. AdamW's ``eps`` is in ``adamw``.
-        ns_steps: the number of iterations, below 100.
+        ns_steps: the number of iterations.
         adjust_lr_fn: ``"original"`` multiplies ``lr`` by ``sqrt(max(1, rows / columns))``, as does ``None``;
             ``"match_rms_adamw"`` by ``0.2 * sqrt(max(rows, columns))``, so that a learning rate of AdamW fits.
         adamw: options of ``torch.optim.AdamW``. ``lr`` and ``weight_decay`` are by default those of the group, the
@@ -67,7 +66,8 @@ class Muon(Optimizer):
 
     Raises:
         ArgumentTypeError: parameters are in a set, which has no order.
-        ConfigurationError: an argument is out of range.
+        ConfigurationError: ``bucket_bytes`` or ``"algorithm"`` is out of range.
+        ValueError: another setting is out of range, as ``torch.optim.Muon`` and ``torch.optim.AdamW`` raise it.
 
     Example::
 
@@ -106,7 +106,6 @@ class Muon(Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "algorithm": "muon",
         }
-        _check(defaults)
         if bucket_bytes <= 0:
             raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
         self._bucket_bytes = bucket_bytes
@@ -129,7 +128,8 @@ class Muon(Optimizer):
 
         Raises:
             ArgumentTypeError: the parameters are in a set, which has no order.
-            ConfigurationError: a setting is out of range.
+            ConfigurationError: ``"algorithm"`` is none that it knows.
+            ValueError: another setting is out of range.
         """
         given = param_group["params"]
         if isinstance(given, (set, frozenset)):
@@ -144,7 +144,8 @@ class Muon(Optimizer):
         of_muon = [item for item, found in zip(items, is_matrix, strict=True) if found]
         others = [item for item, found in zip(items, is_matrix, strict=True) if not found]
         if of_muon:
-            _check({**self.defaults, **settings})
+            options = {**self.defaults, **settings}
+            torch.optim.Muon([torch.empty(1, 1)], **{name: options[name] for name in _OF_MUON})  # raises ValueError
             super().add_param_group({**settings, "params": of_muon, "algorithm": "muon"})
         if others:
             options = dict(torch.optim.AdamW([torch.empty(0)], **self._adamw_options).defaults)
@@ -152,10 +153,6 @@ class Muon(Optimizer):
             if algorithm == "muon":  # settings of a group of matrices: adamw= comes first
                 settings = {key: value for key, value in settings.items() if key != "eps"} | self._adamw_options
             super().add_param_group({**options, **shared, **settings, "params": others, "algorithm": "adamw"})
-            group = self.param_groups[-1]
-            for key in [key for key in self.defaults if key not in options and key != "algorithm"]:
-                if key not in settings:
-                    del group[key]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -192,27 +189,12 @@ class Muon(Optimizer):
 
     def _step_matrices(self, planned: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         parameters = [p for p, _ in planned]
-        exchanges = self._plans.of(parameters, lambda: [_matrices_in(p) for p in parameters])
+        exchanges = self._plans.of(parameters, lambda: list(map(_matrices_in, parameters)))
         tasks = [None if p.grad is None else _MatrixTask(p, group, self.state[p]) for p, group in planned]
         for exchange, keys in exchanges:
             exchange.run([tasks[index] for index, _ in keys])
         # Autograd's version counter of the DTensors does not see writes to the local shards.
         increment_version([p for p in parameters if p.grad is not None])
-
-
-def _check(settings: Mapping[str, Any]) -> None:
-    lr = settings["lr"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ConfigurationError(f"lr must be one number, not a tensor of shape {tuple(lr.shape)}.")
-    for name in ("lr", "momentum", "weight_decay"):
-        if not settings[name] >= 0:
-            raise ConfigurationError(f"{name} must be at least 0, not {settings[name]}.")
-    if settings["adjust_lr_fn"] not in _ADJUSTMENTS:
-        raise ConfigurationError(f"adjust_lr_fn must be one of {_ADJUSTMENTS}, not {settings['adjust_lr_fn']!r}.")
-    if not 0 <= settings["ns_steps"] <= _MOST_STEPS:
-        raise ConfigurationError(f"ns_steps must be from 0 to {_MOST_STEPS}, not {settings['ns_steps']}.")
-    if len(settings["ns_coefficients"]) != 3:
-        raise ConfigurationError(f"ns_coefficients must be three numbers, not {settings['ns_coefficients']}.")
 
 
 def _matrices_in(parameter: torch.Tensor) -> list[Unit]:
@@ -244,16 +226,14 @@ class _MatrixTask:
         if local_part(buffer).dtype != self.gradient.dtype:  # torch loads state in the dtype of the parameter
             buffer = like(parameter, local_part(buffer).to(self.gradient.dtype))
         state["momentum_buffer"] = buffer
-        self.buffer = local_part(buffer)
+        self.buffer = local_part(buffer).lerp_(self.gradient, 1 - group["momentum"])
         lr = group["lr"]
         self.lr = lr.squeeze() if isinstance(lr, torch.Tensor) and lr.ndim else lr
         self.rate: Any = self.lr * _adjustment(group["adjust_lr_fn"], *parameter.shape[-2:])
 
     def load(self, slot: int, box: Box) -> torch.Tensor:
-        momentum = self.group["momentum"]
-        gradient, buffer = box.of_part(self.gradient), box.of_part(self.buffer)
-        buffer.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(buffer, momentum) if self.group["nesterov"] else buffer
+        buffer = box.of_part(self.buffer)
+        return box.of_part(self.gradient).lerp(buffer, self.group["momentum"]) if self.group["nesterov"] else buffer
 
     def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         (whole,) = inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -96,7 +96,7 @@ class _Leaf:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device_type: str = field(compare=False)
+    device_type: str
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,8 @@ def _described(value: Any) -> Any:
 def _state_tiling(parameter: DTensor, shape: tuple[int, ...]) -> Tiling:
     if shape == tuple(parameter.shape):
         return tiling_of(parameter)
-    sizes = tuple(parameter.device_mesh.shape)
     if not shape:
-        return Tiling(shape, sizes)
+        return Tiling(shape)
     return tiling_of(as_dtensor(torch.empty(0), parameter.device_mesh, _state_placements(parameter), shape))
 
 
@@ -263,7 +262,7 @@ class _Task:
         """Return the outputs: the parameter, and the tensors and the numbers of its state."""
         p, leaves = self.parameter, [self.form.leaves[index] for index in self.form.tensors]
         state = [Slot(_state_tiling(p, leaf.shape), leaf.dtype) for leaf in leaves]
-        numbers = Slot(Tiling((len(self.numbers),), tuple(p.device_mesh.shape)), torch.float64)
+        numbers = Slot(Tiling((len(self.numbers),)), torch.float64)
         return (Slot(tiling_of(p), p.dtype), *state, numbers)
 
     def load(self, slot: int, box: Box) -> torch.Tensor:

@@ -33,14 +33,14 @@ MOST_CODE = {
     "diagnostics": 472,
     "init": 291,
     "interop": 54,
-    "optim": 1210,
+    "optim": 1123,
     "plan": 888,
     "plugins": 5360,
     "wrap": 204,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 20072
+MOST_CODE_OF_ALL = 19985
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""

@@ -23,7 +23,7 @@ from torch.testing import assert_close
 from composable_fsdp import Muon, owner_step
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
 from tests._internals import (
-    AxisCut,
+    Cut,
     OwnerPlans,
     Slot,
     Tiling,
@@ -35,7 +35,6 @@ from tests._internals import (
     make_exchanges,
     message_limit,
     newton_schulz_cost,
-    replicas_together,
     tiling_of,
 )
 from tests.helpers.sharding import fake_ranks
@@ -98,7 +97,6 @@ def test_groups_are_split_into_matrices_and_the_rest_with_the_settings_of_adamw(
     assert found == [("muon", 0.02, 0.1, 1), ("adamw", 0.02, 0.0, 1), ("adamw", 3e-4, 0.0, 1)]
     assert optimizer.param_groups[1]["betas"] == (0.8, 0.9)
     assert optimizer.param_groups[1]["eps"] == 1e-8
-    assert "momentum" not in optimizer.param_groups[1]
     expected = [p.detach().clone().requires_grad_() for p in (bias, embedding)]
     for p, own in zip(expected, (bias, embedding), strict=True):
         p.grad = own.grad.clone()  # type: ignore[union-attr]
@@ -128,18 +126,13 @@ def test_stacked_matrices_are_those_of_a_group_that_asks_for_muon() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, r"lr must be at least 0, not -1\.0"),
-        ({"lr": torch.ones(2)}, r"lr must be one number, not a tensor of shape \(2,\)"),
-        ({"momentum": -0.1}, r"momentum must be at least 0"),
-        ({"weight_decay": -0.1}, r"weight_decay must be at least 0"),
-        ({"adjust_lr_fn": "rms"}, r"adjust_lr_fn must be one of .*'match_rms_adamw'.* not 'rms'"),
-        ({"ns_steps": 100}, r"ns_steps must be from 0 to 99, not 100"),
-        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients must be three numbers"),
+        ({"lr": -1.0}, r"Learning rate should be >= 0 but is: -1\.0"),
+        ({"adjust_lr_fn": "rms"}, r"Adjust learning rate function rms is not supported"),
         ({"bucket_bytes": 0}, r"bucket_bytes must be positive, not 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ValueError, match=message):
         Muon(parameters((2, 2)), **options)
 
 
@@ -258,7 +251,7 @@ def test_a_70b_model_is_sent_in_balanced_buckets() -> None:
     nbytes = [2 * prod(shape) for shape in LLAMA_70B]
     owners = assign_owners(costs, 64)
     limit = message_limit(256 << 20, max(nbytes))
-    buckets = cut_buckets(costs, owners, nbytes.__getitem__, lambda i: nbytes[i] // 64, limit)
+    buckets = cut_buckets(costs, owners, nbytes, limit)
     assert sorted(index for bucket in buckets for index in bucket) == list(range(len(costs)))
     assert len(buckets) > 3
     for bucket in buckets:
@@ -277,7 +270,7 @@ def test_matrices_that_exceed_bucket_bytes_are_computed_together(shape: tuple[in
         placements = [*[Replicate()] * (len(shape) - 1), Shard(0)]
         parameters = [distribute_tensor(torch.zeros(64, 32), mesh, placements) for _ in range(8)]
         slot = Slot(tiling_of(parameters[0]), torch.bfloat16)
-        ((exchange, _),) = make_exchanges(parameters, lambda _: [Unit((slot,), (slot,), 1.0)], bucket_bytes=slot.nbytes)
+        ((exchange, _),) = make_exchanges(parameters, [[Unit((slot,), (slot,), 1.0)]] * 8, bucket_bytes=slot.nbytes)
         assert len(exchange.buckets) == 1
         assert sorted(exchange.owners) == [*range(8)]
 
@@ -314,22 +307,12 @@ def test_buckets_hold_each_matrix_once_and_keep_the_limit(costs, ranks: int, buc
     sizes = data.draw(st.lists(st.integers(1, 50), min_size=len(costs), max_size=len(costs)))
     owners = assign_owners(costs, ranks)
     limit = message_limit(bucket_bytes, max(sizes))
-    buckets = cut_buckets(costs, owners, sizes.__getitem__, lambda i: -(-sizes[i] // ranks), limit)
+    buckets = cut_buckets(costs, owners, sizes, limit)
     assert sorted(index for bucket in buckets for index in bucket) == list(range(len(costs)))
     for bucket in buckets:
         assert max(loads(sizes, [owners[i] if i in bucket else -1 for i in range(len(costs))], ranks)) <= limit
-        assert sum(-(-sizes[i] // ranks) for i in bucket) <= limit
     ends = [(min(costs[i] for i in a), max(costs[i] for i in b)) for a, b in pairwise(buckets)]
     assert all(last >= first for last, first in ends)
-
-
-@given(st.integers(1, 64), st.integers(1, 100), st.integers(1, 1000))
-def test_replicas_share_the_work_if_the_copies_fit(replicas: int, largest: int, limit: int) -> None:
-    together = replicas_together(replicas, largest, limit)
-    assert replicas % together == 0
-    assert together == 1 or together * largest <= limit
-    larger = [n for n in range(together + 1, replicas + 1) if replicas % n == 0]
-    assert all(n * largest > limit for n in larger)
 
 
 @given(st.integers(0, 11), st.integers(0, 7), st.integers(1, 4), st.integers(1, 3), st.data())
@@ -337,15 +320,16 @@ def test_boxes_of_all_ranks_tile_each_block_of_a_tensor(rows: int, columns: int,
     cuts = data.draw(
         st.sampled_from(
             [
-                (AxisCut(0, 0),),
-                (AxisCut(0, 0), AxisCut(1, 1)),
-                (AxisCut(1, 0), AxisCut(0, 0)),
-                (AxisCut(0, 0, 2), AxisCut(1, 0)),
-                (AxisCut(1, 1),),
+                ((0, 0, 1),),
+                ((0, 0, 1), (1, 1, 1)),
+                ((1, 0, 1), (0, 0, 1)),
+                ((0, 0, 2), (1, 0, 1)),
+                ((1, 1, 1),),
             ]
         )
     )
-    tiling = Tiling((rows, columns), (first, second), cuts)
+    sizes = first, second
+    tiling = Tiling((rows, columns), tuple((axis, Cut(dim, sizes[axis], 0, blocks)) for axis, dim, blocks in cuts))
     top, left = data.draw(st.integers(0, rows)), data.draw(st.integers(0, columns))
     height, width = data.draw(st.integers(0, rows - top)), data.draw(st.integers(0, columns - left))
     slot = Slot(tiling, torch.float32, (top, left), (height, width))
@@ -364,8 +348,7 @@ def test_boxes_of_all_ranks_tile_each_block_of_a_tensor(rows: int, columns: int,
 @given(st.integers(0, 40), st.integers(1, 5), st.integers(2, 4))
 def test_rows_of_tensor_parallel_parameters_are_those_that_fully_shard_leaves(rows, data: int, tensor: int) -> None:
     placements = data_parallel_placements(1, 0, [Shard(0)], [tensor])
-    sizes = (data, tensor)
-    tiling = Tiling((rows,), sizes, axis_cuts(placements, sizes, is_parameter=True))
+    tiling = Tiling((rows,), axis_cuts(placements, (data, tensor), is_parameter=True))
     for i in range(data):
         for j in range(tensor):
             whole = torch.arange(rows)
