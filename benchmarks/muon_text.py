@@ -35,14 +35,13 @@ def make_optimizer(name: str, model: torch.nn.Module, options: Options) -> torch
     if name == "AdamW":
         return torch.optim.AdamW(model.parameters(), lr=options.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     named = list(model.named_parameters())
-    blocks = [p for name, p in named if name.startswith("blocks.")]
-    others = [p for name, p in named if not name.startswith("blocks.")]
+    matrices = [p for name, p in named if name.startswith("blocks.") and p.ndim == 2]
+    others = [p for name, p in named if not name.startswith("blocks.") or p.ndim != 2]
     return Muon(
-        [{"params": blocks}, {"params": others, "algorithm": "adamw"}],
+        [{"params": matrices}, {"params": others, "algorithm": "adamw", "betas": BETAS, "fused": True}],
         lr=options.lr,
         weight_decay=WEIGHT_DECAY,
         adjust_lr_fn="match_rms_adamw",
-        adamw={"betas": BETAS, "fused": True},
     )
 
 

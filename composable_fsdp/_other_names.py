@@ -26,6 +26,9 @@ _ADMIT = "leave it out, and admit classes with torch.serialization.add_safe_glob
 _AVERAGED = "an AveragedModel of torch is saved and loaded as a model, in a folder of its own: save(folder, averaged)."
 REMOVED_KEYWORDS = {
     ("ErrorFeedback", "reset_every"): "with decay= old errors fade.",
+    ("Muon", "adamw"): 'put these parameters into a group with "algorithm": "adamw" and the settings of AdamW.',
+    ("owner_step", "cost"): "leave it out: owners are balanced by the shapes of parameters.",
+    ("offload_optimizer", "to"): "state rests in host memory: leave it out.",
     ("Muon", "matrices"): "make each matrix a parameter, or stack matrices in one of three dims, in a group with "
     '"algorithm": "muon".',
     ("offload_optimizer", "keep_bytes"): "all state rests in host memory. Leave it out, or make two optimizers, and "

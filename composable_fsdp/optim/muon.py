@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp._core.params import local_part
@@ -22,6 +21,8 @@ from composable_fsdp.optim.owner_step import placed
 from composable_fsdp.policies import checks_keywords
 
 _OF_BOTH = ("lr", "weight_decay")
+_DIMS = {None: (2,), "muon": (2, 3), "adamw": ()}
+"""The numbers of dims of matrices, by the algorithm of their group."""
 _OF_MUON = (*_OF_BOTH, "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
 
@@ -39,10 +40,11 @@ class Muon(Optimizer):
     in memory. Parameters may be sharded in any way, or plain.
 
     ``param_groups`` has for each group given two: that of its matrices, which are its parameters of two dims, and that
-    of its other parameters, whose settings are AdamW's. The entry ``"algorithm"`` is ``"muon"`` or ``"adamw"``. A group
-    given with ``"algorithm": "adamw"`` is AdamW's as a whole: embeddings and heads should be, although they have two
-    dims. In one given with ``"algorithm": "muon"``, parameters of three dims are matrices, too: stacked ones, such as
-    those of experts, one for each index of the first dim.
+    of its other parameters, which AdamW updates with ``lr`` and ``weight_decay`` of the group and torch's defaults. The
+    entry ``"algorithm"`` is ``"muon"`` or ``"adamw"``. A group given with ``"algorithm": "adamw"`` is AdamW's as a
+    whole, with any of AdamW's settings: embeddings and heads should be, although they have two dims. In one given with
+    ``"algorithm": "muon"``, parameters of three dims are matrices, too: stacked ones, such as those of experts, one for
+    each index of the first dim.
     State is DTensors placed as the parameters, so checkpoints, clipping, schedulers and gradient scalers work as with
     other optimizers.
 
@@ -55,12 +57,10 @@ class Muon(Optimizer):
         momentum: the momentum factor.
         nesterov: use Nesterov momentum.
         ns_coefficients: the three coefficients of the iteration.
-        eps: the smallest norm by which a matrix is divided. AdamW's ``eps`` is in ``adamw``.
+        eps: the smallest norm by which a matrix is divided.
         ns_steps: the number of iterations.
         adjust_lr_fn: ``"original"`` multiplies ``lr`` by ``sqrt(max(1, rows / columns))``, as does ``None``;
             ``"match_rms_adamw"`` by ``0.2 * sqrt(max(rows, columns))``, so that a learning rate of AdamW fits.
-        adamw: options of ``torch.optim.AdamW``. ``lr`` and ``weight_decay`` are by default those of the group, the
-            others have torch's defaults.
         bucket_bytes: the bytes of a bucket's messages on a rank. A step takes up to twice as many, or 6 times the
             largest matrix in bfloat16 if that is more; and up to 5 times the matrix that is computed.
 
@@ -92,7 +92,6 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        adamw: Mapping[str, Any] | None = None,
         bucket_bytes: int = 256 << 20,
     ) -> None:
         defaults = {
@@ -109,13 +108,11 @@ class Muon(Optimizer):
         if bucket_bytes <= 0:
             raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
         self._bucket_bytes = bucket_bytes
-        self._adamw_options = dict(adamw or {})
         self._plans = OwnerPlans(bucket_bytes)
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_bucket_bytes", "_adamw_options")
-        return {**cast(Any, super()).__getstate__(), **{name: getattr(self, name) for name in kept}}
+        return {**cast(Any, super()).__getstate__(), "_bucket_bytes": self._bucket_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -135,24 +132,23 @@ class Muon(Optimizer):
         if isinstance(given, (set, frozenset)):
             raise ArgumentTypeError("params must be a list: the order of a set differs from rank to rank.")
         items = [given] if isinstance(given, torch.Tensor) else list(given)
-        algorithm = param_group.get("algorithm", "muon")
-        if algorithm not in ("muon", "adamw"):
+        algorithm = param_group.get("algorithm")
+        if algorithm not in _DIMS:
             raise ConfigurationError(f"algorithm must be 'muon' or 'adamw', not {algorithm!r}.")
-        dims = {"muon": (2, 3), "adamw": ()}[algorithm] if "algorithm" in param_group else (2,)
-        is_matrix = [getattr(item[1] if isinstance(item, tuple) else item, "ndim", 0) in dims for item in items]
+        matrices, others = list[Any](), list[Any]()
+        for item in items:
+            p = item[1] if isinstance(item, tuple) else item
+            (matrices if getattr(p, "ndim", 0) in _DIMS[algorithm] else others).append(item)
         settings = {key: value for key, value in param_group.items() if key not in ("params", "algorithm")}
-        of_muon = [item for item, found in zip(items, is_matrix, strict=True) if found]
-        others = [item for item, found in zip(items, is_matrix, strict=True) if not found]
-        if of_muon:
+        if matrices:
             options = {**self.defaults, **settings}
             torch.optim.Muon([torch.empty(1, 1)], **{name: options[name] for name in _OF_MUON})  # raises ValueError
-            super().add_param_group({**settings, "params": of_muon, "algorithm": "muon"})
+            super().add_param_group({**settings, "params": matrices, "algorithm": "muon"})
         if others:
-            options = dict(torch.optim.AdamW([torch.empty(0)], **self._adamw_options).defaults)
-            shared = {key: self.defaults[key] for key in _OF_BOTH if key not in self._adamw_options}
-            if algorithm == "muon":  # settings of a group of matrices: adamw= comes first
-                settings = {key: value for key, value in settings.items() if key != "eps"} | self._adamw_options
-            super().add_param_group({**options, **shared, **settings, "params": others, "algorithm": "adamw"})
+            options = torch.optim.AdamW([torch.empty(0)]).defaults | {key: self.defaults[key] for key in _OF_BOTH}
+            if algorithm != "adamw":
+                settings = {key: value for key, value in settings.items() if key in _OF_BOTH or key not in _OF_MUON}
+            super().add_param_group({**options, **settings, "params": others, "algorithm": "adamw"})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -220,9 +216,7 @@ class _MatrixTask:
         self.shard, self.gradient = local_part(parameter).detach(), local_part(gradient)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = like(parameter, torch.zeros_like(self.gradient))
-        buffer = state["momentum_buffer"]
-        if isinstance(parameter, DTensor):  # a loaded one may be whole, or placed otherwise
-            buffer = placed(buffer, parameter)
+        buffer = placed(state["momentum_buffer"], parameter)  # a loaded one may be whole, or placed otherwise
         if local_part(buffer).dtype != self.gradient.dtype:  # torch loads state in the dtype of the parameter
             buffer = like(parameter, local_part(buffer).to(self.gradient.dtype))
         state["momentum_buffer"] = buffer

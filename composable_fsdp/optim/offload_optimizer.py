@@ -27,17 +27,9 @@ from composable_fsdp.policies import checks_keywords
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
-_HOST = "cpu"
-
 
 @checks_keywords
-def offload_optimizer(
-    optimizer: OptimizerT,
-    to: str = _HOST,
-    *,
-    bucket_bytes: int = 64 << 20,
-    pin_memory: bool = True,
-) -> OptimizerT:
+def offload_optimizer(optimizer: OptimizerT, *, bucket_bytes: int = 64 << 20, pin_memory: bool = True) -> OptimizerT:
     """Make the state of ``optimizer`` rest in host memory, and come to the device for the step only.
 
     The parameters are cut into buckets by the bytes of their state. In a step, the optimizer's own ``step`` runs for
@@ -52,7 +44,6 @@ def offload_optimizer(
     Args:
         optimizer: an optimizer whose update of a parameter depends on that parameter, its gradient, its state and its
             group only. Not one of :func:`local_optimizer` or :func:`owner_step`, nor :class:`Muon`.
-        to: ``"cpu"``, host memory: nothing else is supported.
         bucket_bytes: the bytes of state of a bucket on this rank. A larger parameter is a bucket of its own. During a
             step, twice as many are on the device. The first step, which creates the state, takes it for twice the bytes
             of its parameters.
@@ -71,11 +62,6 @@ def offload_optimizer(
     """
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(f"offload_optimizer takes an optimizer, like torch.optim.AdamW(...), not {optimizer}.")
-    if to != _HOST:
-        raise ConfigurationError(
-            f"offload_optimizer keeps state in host memory, so to must be 'cpu', not {str(to)!r}: this version has no "
-            "files of state. Leave the argument out."
-        )
     if isinstance(optimizer, (torch.optim.LBFGS, Muon)):
         raise ConfigurationError(
             f"{type(optimizer).__name__} steps its parameters together, so its state cannot be offloaded in buckets. "
@@ -178,7 +164,7 @@ class _Offload:
         """Return the buckets: first that of the parameters whose state does not move, or which have no gradient."""
         groups = optimizer.param_groups
         buckets = [_Bucket(None, [[] for _ in groups])]
-        filling: dict[torch.device, tuple[_Bucket, int]] = {}
+        filled = 0
         for index, group in enumerate(groups):
             for p in group["params"]:
                 local = local_part(p)
@@ -186,12 +172,11 @@ class _Offload:
                     buckets[0].parameters[index].append(p)
                     continue
                 nbytes = sum(leaf.local.nbytes for leaf in _leaves(optimizer.state.get(p, {}))) or 2 * local.nbytes
-                bucket, filled = filling.get(local.device, (None, 0))
-                if bucket is None or filled + nbytes > self._bucket_bytes:
-                    bucket, filled = _Bucket(local.device, [[] for _ in groups]), 0
-                    buckets.append(bucket)
-                bucket.parameters[index].append(p)
-                filling[local.device] = bucket, filled + nbytes
+                if buckets[-1].device != local.device or filled + nbytes > self._bucket_bytes:
+                    buckets.append(_Bucket(local.device, [[] for _ in groups]))
+                    filled = 0
+                buckets[-1].parameters[index].append(p)
+                filled += nbytes
         # Without any other bucket the first one is stepped too, as an optimizer without gradients is.
         return buckets if any(buckets[0].parameters) or len(buckets) == 1 else buckets[1:]
 
@@ -203,7 +188,7 @@ class _Offload:
         There are two slots on the device. A bucket takes that of the last but one, once that one has gone back.
         """
         # State that others have put on the device stays there for this step, and rests after it.
-        resting = [[leaf for leaf in bucket.leaves(optimizer) if leaf.local.device.type == _HOST] for bucket in buckets]
+        resting = [[leaf for leaf in bucket.leaves(optimizer) if leaf.local.device.type == "cpu"] for bucket in buckets]
         nbytes = max(sum(aligned_bytes(leaf.local.nbytes) for leaf in leaves) for leaves in resting)
         slots = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         staged = [_in_flat(slots[number % 2], leaves) for number, leaves in enumerate(resting)]

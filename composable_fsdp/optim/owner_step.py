@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,12 +25,12 @@ from composable_fsdp.optim._owner_exchange import Exchange, OwnerPlans, is_plann
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim._owner_units import Slot, Tiling, Unit, tiling_of
 from composable_fsdp.optim._replaced_step import Step, replace_step, update_of, with_closure
+from composable_fsdp.policies import checks_keywords
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-Cost = Callable[[torch.Size], float]
 
 
-def matrix_cost(shape: torch.Size) -> float:
+def _cost(shape: torch.Size) -> float:
     """Return about the operations of a matrix product of the size of a parameter of ``shape``, of vectors the elements.
 
     It fits optimizers whose time is that of products and decompositions of matrices, such as Shampoo and SOAP.
@@ -39,7 +40,8 @@ def matrix_cost(shape: torch.Size) -> float:
     return newton_schulz_cost(shape[0], shape[1:].numel())
 
 
-def owner_step(optimizer: OptimizerT, *, cost: Cost = matrix_cost, bucket_bytes: int = 256 << 20) -> OptimizerT:
+@checks_keywords
+def owner_step(optimizer: OptimizerT, *, bucket_bytes: int = 256 << 20) -> OptimizerT:
     """Make ``optimizer`` update each sharded parameter on one rank, its *owner*, as a whole plain tensor.
 
     It is for optimizers whose update of an element depends on other elements of the same parameter, such as Adafactor,
@@ -61,7 +63,6 @@ def owner_step(optimizer: OptimizerT, *, cost: Cost = matrix_cost, bucket_bytes:
     Args:
         optimizer: an optimizer whose update of a parameter depends on that parameter, its gradient, its state and its
             group only. Its state for a parameter is a dict, of tensors, numbers, and lists, tuples and dicts of them.
-        cost: the time of the update of a parameter of a shape, in any unit. Owners are balanced by it.
         bucket_bytes: the bytes of a bucket's messages on a rank, including state. A step takes up to twice as many, or
             6 times the largest parameter with its state if that is more.
 
@@ -83,7 +84,7 @@ def owner_step(optimizer: OptimizerT, *, cost: Cost = matrix_cost, bucket_bytes:
     if bucket_bytes <= 0:
         raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
     update = update_of(optimizer, "owner_step")
-    replace_step(optimizer, with_closure(update, _OwnerStep(update, cost, bucket_bytes).carry_out))
+    replace_step(optimizer, with_closure(update, partial(_carry_out, update, OwnerPlans(bucket_bytes))))
     return optimizer
 
 
@@ -146,9 +147,9 @@ def _state_placements(parameter: DTensor) -> tuple[Placement, ...]:
     return tuple(Replicate() if p.is_replicate() else Shard(0) for p in parameter.placements)
 
 
-def placed(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+def placed(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the state as it rests, which a loaded one may not do."""
-    if not value.ndim:
+    if not value.ndim or not isinstance(parameter, DTensor):
         return value
     mesh = parameter.device_mesh
     same = value.shape == parameter.shape
@@ -178,43 +179,31 @@ def _new_shard(parameter: DTensor, leaf: _Leaf) -> torch.Tensor:
 # -- the step
 
 
-class _OwnerStep:
-    """The step of an optimizer, with its plan."""
-
-    def __init__(self, update: Step, cost: Cost, bucket_bytes: int) -> None:
-        self.update, self.cost, self._plans = update, cost, OwnerPlans(bucket_bytes)
-
-    def carry_out(self, optimizer: Optimizer, **options: Any) -> Any:
-        """Update the sharded parameters by their owners, then the plain ones."""
-        groups = optimizer.param_groups
-        sharded = [
-            (parameter, group)
-            for group in groups
-            for parameter in group["params"]
-            if isinstance(parameter, DTensor) and is_planned(parameter)
-        ]
-        with torch.no_grad():
-            tasks = [_Task(self, optimizer, p, group, options) for p, group in sharded]
-            for exchange, keys in self._plans.of(
-                [p for p, _ in sharded],
-                lambda: [[task.unit(self.cost)] for task in tasks],
-                [(task.dtype, task.form) for task in tasks],
-            ):
-                in_order = [tasks[index] for index, _ in keys]
-                exchange.run([None if task.gradient is None else task for task in in_order])
-                _share_new_state(exchange, in_order)
-            for task in tasks:
-                if task.gradient is not None:
-                    task.finish()
-        increment_version([p for p, _ in sharded if p.grad is not None])
-        everything = [group["params"] for group in groups]
-        try:
-            for group in groups:
-                group["params"] = [p for p in group["params"] if not isinstance(p, DTensor)]
-            return self.update(optimizer, **options)  # also counts the steps of groups that have counters
-        finally:
-            for group, params in zip(groups, everything, strict=True):
-                group["params"] = params
+def _carry_out(update: Step, plans: OwnerPlans, optimizer: Optimizer, **options: Any) -> Any:
+    """Update the sharded parameters by their owners, then the plain ones."""
+    groups = optimizer.param_groups
+    found = [(p, group) for group in groups for p in group["params"]]
+    sharded = [(p, group) for p, group in found if isinstance(p, DTensor) and is_planned(p)]
+    parameters = [p for p, _ in sharded]
+    with torch.no_grad():
+        tasks = [_Task(partial(update, optimizer, **options), optimizer, p, group) for p, group in sharded]
+        forms = [(task.dtype, task.form) for task in tasks]
+        for exchange, keys in plans.of(parameters, lambda: [[task.unit()] for task in tasks], forms):
+            in_order = [tasks[index] for index, _ in keys]
+            exchange.run([None if task.gradient is None else task for task in in_order])
+            _share_new_state(exchange, in_order)
+        for task in tasks:
+            if task.gradient is not None:
+                task.finish()
+    increment_version([p for p in parameters if p.grad is not None])
+    everything = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [p for p in group["params"] if not isinstance(p, DTensor)]
+        return update(optimizer, **options)  # also counts the steps of groups that have counters
+    finally:
+        for group, params in zip(groups, everything, strict=True):
+            group["params"] = params
 
 
 class _Task:
@@ -225,14 +214,9 @@ class _Task:
     """
 
     def __init__(
-        self,
-        step: _OwnerStep,
-        optimizer: Optimizer,
-        parameter: DTensor,
-        group: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, update: Callable[[], Any], optimizer: Optimizer, parameter: DTensor, group: Mapping[str, Any]
     ) -> None:
-        self.step, self.optimizer, self.parameter, self.group, self.options = step, optimizer, parameter, group, options
+        self.update, self.optimizer, self.parameter, self.group = update, optimizer, parameter, group
         self.gradient = gradient_of(parameter)
         self.dtype = parameter.dtype if self.gradient is None else self.gradient.dtype
         values, tree = pytree.tree_flatten(dict(optimizer.state.get(parameter, {})))
@@ -254,9 +238,9 @@ class _Task:
         self.parts = self.parts[1:]
         return Unit((), self._slots()[1:], 1.0)
 
-    def unit(self, cost: Cost) -> Unit:
+    def unit(self) -> Unit:
         p, slots = self.parameter, self._slots()
-        return Unit((Slot(tiling_of(p), self.dtype), *slots[:-1]), slots, cost(p.shape), title_of(p))
+        return Unit((Slot(tiling_of(p), self.dtype), *slots[:-1]), slots, _cost(p.shape), title_of(p))
 
     def _slots(self) -> tuple[Slot, ...]:
         """Return the outputs: the parameter, and the tensors and the numbers of its state."""
@@ -286,7 +270,7 @@ class _Task:
         try:
             optimizer.param_groups = [{**self.group, "params": [whole]}]
             optimizer.state = type(states)(dict, {whole: state} if state else {})
-            self.step.update(optimizer, **self.options)
+            self.update()
             after = dict(optimizer.state.get(whole, {}))
         finally:
             optimizer.param_groups, optimizer.state = groups, states

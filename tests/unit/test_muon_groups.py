@@ -86,24 +86,26 @@ def test_momentum_in_bfloat16_is_not_divided_by_its_norm() -> None:
 def test_groups_are_split_into_matrices_and_the_rest_with_the_settings_of_adamw() -> None:
     weight, bias, embedding = parameters((4, 4), (4,), (8, 4))
     optimizer = Muon(
-        [{"params": [weight, bias]}, {"params": [embedding], "algorithm": "adamw", "lr": 3e-4}],
+        [
+            {"params": [weight, bias], "eps": 1e-3, "momentum": 0.5, "weight_decay": 0.0},
+            {"params": [embedding], "algorithm": "adamw", "lr": 3e-4, "betas": (0.8, 0.9)},
+        ],
         lr=0.02,
-        adamw={"betas": (0.8, 0.9), "weight_decay": 0.0},
     )
     found = [
         (group["algorithm"], group["lr"], group["weight_decay"], len(group["params"]))
         for group in optimizer.param_groups
     ]
-    assert found == [("muon", 0.02, 0.1, 1), ("adamw", 0.02, 0.0, 1), ("adamw", 3e-4, 0.0, 1)]
-    assert optimizer.param_groups[1]["betas"] == (0.8, 0.9)
-    assert optimizer.param_groups[1]["eps"] == 1e-8
+    assert found == [("muon", 0.02, 0.0, 1), ("adamw", 0.02, 0.0, 1), ("adamw", 3e-4, 0.1, 1)]
+    assert [group["eps"] for group in optimizer.param_groups] == [1e-3, 1e-8, 1e-8]
     expected = [p.detach().clone().requires_grad_() for p in (bias, embedding)]
     for p, own in zip(expected, (bias, embedding), strict=True):
         p.grad = own.grad.clone()  # type: ignore[union-attr]
     theirs = torch.optim.AdamW(
-        [{"params": [expected[0]], "lr": 0.02}, {"params": [expected[1]], "lr": 3e-4}],
-        betas=(0.8, 0.9),
-        weight_decay=0.0,
+        [
+            {"params": [expected[0]], "lr": 0.02, "weight_decay": 0.0},
+            {"params": [expected[1]], "lr": 3e-4, "betas": (0.8, 0.9), "weight_decay": 0.1},
+        ]
     )
     optimizer.step()
     theirs.step()
@@ -150,14 +152,6 @@ def test_other_mistakes_are_named() -> None:
     p.grad = torch.ones_like(p)
     with pytest.raises(ConfigurationError, match=r"Muon takes no complex parameters"):
         Muon([p]).step()
-
-
-def test_options_of_adamw_come_before_those_of_a_group_of_matrices() -> None:
-    weight, bias = parameters((4, 4), (4,))
-    group = {"params": [weight, bias], "lr": 0.02, "weight_decay": 0.3, "eps": 1e-3}
-    matrices, others = Muon([group], adamw={"lr": 3e-4, "weight_decay": 0.0}).param_groups
-    assert (matrices["lr"], matrices["weight_decay"], matrices["eps"]) == (0.02, 0.3, 1e-3)
-    assert (others["lr"], others["weight_decay"], others["eps"]) == (3e-4, 0.0, 1e-8)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.AdamW])
