@@ -83,7 +83,7 @@ class MixedPrecisionPolicy:
             the same. Inputs are cast to ``param_dtype`` all the same.
 
     Raises:
-        ArgumentTypeError: a dtype is no ``torch.dtype``, or ``param_dtype_override_fn`` cannot be called.
+        ArgumentTypeError: a dtype is no ``torch.dtype``.
         ConfigurationError: a dtype is not for floating-point or complex numbers; ``grad_dtype`` not for floating-point.
     """
 
@@ -95,11 +95,6 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
-            raise ArgumentTypeError(
-                "param_dtype_override_fn must be a function from a parameter to a dtype or None, not "
-                f"{self.param_dtype_override_fn!r}."
-            )
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is None:

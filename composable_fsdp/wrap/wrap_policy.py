@@ -35,9 +35,6 @@ def as_policy(policy: object) -> Policy:
         return by_class(policy)
     if isinstance(policy, (set, frozenset, list, tuple)):
         return by_class(*policy)
-    if policy in (transformer_blocks, every_module, by_class, by_size):
-        name = getattr(policy, "__name__", "")
-        raise ConfigurationError(f"policy={name} is a function that makes a policy: call it, policy={name}(...).")
     if callable(policy):
         return Policy(partial(_by_predicate, policy))
     raise ConfigurationError(
@@ -54,12 +51,8 @@ def by_class(*classes: type[nn.Module], **overrides: object) -> Policy:
         overrides: keywords of ``fully_shard`` for these groups.
 
     Raises:
-        ConfigurationError: an argument is not a module class; or, from ``fully_shard``, the model has no such module.
+        ConfigurationError: the model has no such module; raised by ``fully_shard``.
     """
-    given: tuple[object, ...] = classes
-    others = [each for each in given if not (isinstance(each, type) and issubclass(each, nn.Module))]
-    if others or not classes:
-        raise ConfigurationError(f"a policy of classes takes classes of modules, not {others or 'none'}.")
     return Policy(partial(_by_class, classes, overrides))
 
 
@@ -69,7 +62,8 @@ def _by_class(classes: tuple[type[nn.Module], ...], overrides: Mapping[str, obje
         present = sorted({type(m).__name__ for m in scope.modules})
         raise ConfigurationError(
             f"no module of this {type(scope.model).__name__} that can be a group is a "
-            f"{' or '.join(c.__name__ for c in classes)}. Those that can are of {', '.join(present)}."
+            f"{' or '.join(c.__name__ for c in classes) or 'class, since none is named'}. "
+            f"Those that can are of {', '.join(present)}."
         )
     return chosen
 
@@ -94,9 +88,6 @@ def by_size(min_parameters: int) -> Policy:
 
     Elements of the groups inside a module do not count.
     """
-    given: object = min_parameters
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ConfigurationError(f"by_size takes a positive number of parameters, not {given!r}.")
     return Policy(partial(_by_size, min_parameters))
 
 

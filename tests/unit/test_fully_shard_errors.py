@@ -29,7 +29,6 @@ from composable_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
-    wrap,
 )
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, MeshError, ParameterError, UnsupportedError
 from tests._internals import default_mesh
@@ -518,14 +517,6 @@ def test_an_unknown_argument_is_a_type_error_as_for_any_function() -> None:
         fully_shard(nn.Linear(3, 3), **options)
 
 
-@pytest.mark.parametrize("name", ["transformer_blocks", "every_module", "by_class", "by_size"])
-def test_a_policy_that_was_not_called_is_refused(name: str) -> None:
-    policy: Any = getattr(wrap, name)
-    text = rf"^policy={name} is a function that makes a policy: call it, policy={name}\(\.\.\.\)\.$"
-    with pytest.raises(ConfigurationError, match=text):
-        fully_shard(nn.Sequential(nn.Linear(3, 3)), policy=policy)
-
-
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy, TorchMixedPrecisionPolicy])
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
 def test_a_dtype_that_is_a_text_or_an_integer_dtype_is_refused(policy: Any, name: str) -> None:
@@ -575,5 +566,3 @@ def test_a_function_of_torchs_policy_is_read_and_a_field_that_is_not_known_is_re
     text = r"^mp_policy has of_next_year=\(1,\), which is not supported for Later in this version\. Leave it out\.$"
     with pytest.raises(UnsupportedError, match=text):
         fully_shard(nn.Linear(3, 3), mp_policy=later(of_next_year=(1,)))
-    with pytest.raises(ArgumentTypeError, match=r"^param_dtype_override_fn must be a function from a parameter to a d"):
-        MixedPrecisionPolicy(param_dtype_override_fn=torch.float32)  # type: ignore[arg-type]
