@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,29 +43,22 @@ TIMEOUT = 1800.0
 _TAG = 6
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """An error on one rank, in the form that is sent to the other ranks."""
 
     text: str
     kind: type[FSDPError] = CheckpointError
-    is_lost: bool = False
-    """True if the connection to the rank is lost."""
 
     @staticmethod
     def of(error: Exception) -> Failure:
-        if isinstance(error, FSDPError):
-            return Failure(str(error), type(error))
-        return Failure(said(error))
+        return Failure(str(error), type(error)) if isinstance(error, FSDPError) else Failure(said(error))
 
     @staticmethod
     def among(outcomes: Mapping[int, object]) -> Failure | None:
         """Return one failure with the texts of all that are ``outcomes`` of ranks, or ``None`` if there is none."""
         failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
-        if not failures:
-            return None
         text = join_rank_texts({rank: failure.text for rank, failure in failures.items()}, len(outcomes))
-        return Failure(text, next(iter(failures.values())).kind)
+        return next((Failure(text, failure.kind) for failure in failures.values()), None)
 
 
 @dataclass
@@ -103,34 +96,27 @@ class RankGroup:
         """
         error: Exception | None = None
         reply: Any
-        data = b""
         try:
             outcome: Any = each()
-            if self.rank:
-                data = pickle.dumps(outcome)
+            data = pickle.dumps(outcome) if self.rank else b""
         except Exception as raised:
             error, outcome = raised, Failure.of(raised)
             data = pickle.dumps(outcome)
-        if self.rank == 0:
+        if self.rank:
+            reply = self._send(data, 0) or self._receive(0)
+        else:
             outcomes = [outcome, *(self._receive(peer) for peer in range(1, self.size))]
-            replies: Sequence[Any] = [Failure.among(dict(enumerate(outcomes)))] * self.size
+            failure = Failure.among(dict(enumerate(outcomes)))
             try:
-                if replies[0] is None:
-                    replies = central(outcomes)
+                replies: Sequence[Any] = central(outcomes) if failure is None else [failure] * self.size
                 messages = [pickle.dumps(each) for each in replies[1:]]
             except Exception as raised:
                 error, replies = raised, [Failure.of(raised)] * self.size
                 messages = [pickle.dumps(each) for each in replies[1:]]
             reply = replies[0]
             for peer, data in enumerate(messages, 1):
-                if (lost := self._send(data, peer)) is not None:
-                    text = printable(lost.text)
-                    logger.warning("rank %d: %s", peer, text)  # the next exchange reports it to the others
-        else:
-            lost = self._send(data, 0)
-            reply = self._receive(0) if lost is None else lost
-            if isinstance(reply, Failure) and reply.is_lost:
-                reply = Failure(f"rank 0: {reply.text}")
+                if lost := self._send(data, peer):  # the next exchange reports it to the others
+                    logger.warning("rank %d: %s", peer, printable(lost.text))
         if isinstance(reply, Failure):
             raise reply.kind(f"{what}: {reply.text}") from _printable_causes(error)
         return cast(R, reply)
@@ -174,7 +160,8 @@ class RankGroup:
         reason = (str(error).partition("] ")[2] or str(error)).partition(". ")[0]  # gloo: "[file:line] reason. advice"
         if self._job is not None:
             self._job.group = None
-        return Failure(f"gone, or did not answer within {self._timeout:g} s ({reason})", is_lost=True)
+        rank = "rank 0: " if self.rank else ""  # rank 0 names the others
+        return Failure(f"{rank}gone, or did not answer within {self._timeout:g} s ({reason})")
 
 
 def _printable_causes(error: Exception | None) -> Exception | None:
@@ -182,14 +169,11 @@ def _printable_causes(error: Exception | None) -> Exception | None:
 
     They are errors of torch, safetensors and pickle, with names of classes, dtypes and codecs from files.
     """
-    found: dict[int, BaseException] = {}
     following: list[BaseException | None] = [error]
-    while following:
-        each = following.pop()
-        if each is not None and id(each) not in found:
-            found[id(each)] = each
+    for each in following:
+        if each is not None:
             each.args = tuple(printable(part) if isinstance(part, str) else part for part in each.args)
-            following += [each.__cause__, each.__context__]
+            following += [e for e in (each.__cause__, each.__context__) if all(e is not other for other in following)]
     return error
 
 
@@ -208,15 +192,13 @@ class PendingSave(os.PathLike[str]):
         self.path = path
         self.step = step
         self._error: BaseException | None = None
-        self._failed = False
         self._thread: threading.Thread | None = None
 
     def __fspath__(self) -> str:
         return str(self.path)
 
     def __repr__(self) -> str:
-        state = ("not saved" if self._failed else "saved") if self.done() else "save under way"
-        return f"<checkpoint {str(self.path)!r}: {state}>"
+        return f"<checkpoint {str(self.path)!r}{'' if self.done() else ', under way'}>"
 
     def done(self) -> bool:
         """Return True if the save has ended, successfully or not."""
@@ -247,7 +229,7 @@ class PendingSave(os.PathLike[str]):
                 action()
             except BaseException as error:
                 logger.error("the checkpoint %s was not saved: %s", self.path, error)
-                self._error, self._failed = error, True
+                self._error = error
 
         self._thread = threading.Thread(target=run, name=f"save {self.path.name}")
         _latest = self

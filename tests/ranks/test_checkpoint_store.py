@@ -120,18 +120,15 @@ def test_all_ranks_fall_back_to_the_same_checkpoint(tmp_path: Path) -> None:
         (paths[1] / ".metadata").unlink()
     dist.barrier()
     text = refused(lambda: load(tmp_path, zeroed(build())))
-    assert "step-00000001 is the newest that is intact: pass fallback=True to load it. Damaged:\n" in text
-    for step, name in ((4, "__1_0.distcp"), (3, "__0_0.distcp"), (2, ".metadata")):
-        assert f"/step-0000000{step}/{name} is " in text
+    assert "damaged. fallback=True loads the newest one that is intact.\n" in text
+    assert "/step-00000004/__1_0.distcp is " in text
     assert load(tmp_path, zeroed(model), optimizer, fallback=True) == {"rank": rank}
     assert_holds(model, optimizer)
     if rank == 1:
         (paths[0] / "__1_0.distcp").unlink()
     dist.barrier()
     before = zeroed(build())
-    assert "no checkpoint in it is intact:\n  step-00000004: rank " in refused(
-        lambda: load(tmp_path, before, fallback=True)
-    )
+    assert "damaged.\n  rank " in refused(lambda: load(tmp_path, before, fallback=True))
     assert not any(local(p).any() for p in before.parameters() if p is not before.temperature)
 
 

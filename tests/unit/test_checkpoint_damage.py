@@ -9,9 +9,7 @@ import os
 import pickle
 import shutil
 import threading
-import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,21 +100,17 @@ def test_a_damaged_newest_checkpoint_says_which_is_intact_and_can_be_left_out(tm
     damage(paths[4] / name)
     truncate(paths[3] / "__0_0.distcp")
     text = refused(tmp_path)
-    assert text.startswith(
-        f"loading {tmp_path}: the newest checkpoint is damaged. step-00000002 is the newest that is intact: pass "
-        f"fallback=True to load it. Damaged:\n  step-00000004: {paths[4] / name}"
-    )
+    advice = "fallback=True loads the newest one that is intact."
+    assert text.startswith(f"loading {tmp_path}: damaged. {advice}\n  {paths[4] / name}")
     assert message in text
-    assert f"\n  step-00000003: {paths[3]}/__0_0.distcp has " in text
     model, optimizer = trained()
     with caplog.at_level(logging.WARNING):
         load(tmp_path, model, optimizer, fallback=True)
     assert model.first.weight.eq(2).all()
     warnings = [record.getMessage() for record in caplog.records]
-    assert warnings[0] == (
-        f"loading {tmp_path}: step-00000002 is loaded, the newest checkpoint that is intact. "
-        + text[text.index("Damaged:") :]
-    )
+    text = f"loading {tmp_path}: step-00000002 is loaded, the newest checkpoint that is intact. Damaged:"
+    assert warnings[0].startswith(f"{text}\n  {paths[4] / name}")
+    assert f"\n  {paths[3]}/__0_0.distcp has " in warnings[0]
     save(tmp_path, model, optimizer, step=4)
     assert latest(tmp_path) == paths[4]
     load(tmp_path, model, optimizer)
@@ -126,9 +120,8 @@ def test_a_folder_without_an_intact_checkpoint_is_an_error(tmp_path: Path) -> No
     paths = saved_steps(tmp_path, 1.0, 2.0)
     flip(paths[1] / "__0_0.distcp")
     (paths[2] / "manifest.json").unlink()
-    expected = f"is intact:\n  step-00000002: {paths[2]}/manifest.json is missing.\n  step-00000001: {paths[1]}/__0_0."
-    for fallback in (True, False):
-        assert f"loading {tmp_path}: no checkpoint in it {expected}" in refused(tmp_path, fallback=fallback)
+    expected = f"damaged.\n  {paths[2]}/manifest.json is missing.\n  {paths[1]}/__0_0."
+    assert f"loading {tmp_path}: {expected}" in refused(tmp_path, fallback=True)
 
 
 @pytest.mark.parametrize("name", ["", "manifest.json", ".metadata", "__0_0.distcp"])
@@ -138,7 +131,7 @@ def test_fallback_goes_on_past_what_cannot_be_read(tmp_path: Path, name: str, ve
     model = Tied()
     with unreadable(paths[2] / name):
         text = refused(tmp_path, verify=verify)
-        assert "step-00000001 is the newest that is intact: pass fallback=True" in text
+        assert "damaged. fallback=True loads the newest one that is intact." in text
         assert "cannot be read: [Errno 13] Permission denied: " in text
         load(tmp_path, model, fallback=True, verify=verify)
     assert torch.equal(model.first.weight, torch.full((3, 3), 1.0))
@@ -161,11 +154,8 @@ def test_fallback_goes_on_past_a_disk_that_fails(tmp_path: Path, monkeypatch: py
     assert torch.equal(model.first.weight, torch.full((3, 3), 1.0))
 
 
-@pytest.mark.parametrize(
-    ("version", "advice"),
-    [(1, "dcp_to_torch makes one file of it: load that with load_state_dict, and"), (4, "Update composable_fsdp.")],
-)
-def test_another_format_is_named_and_not_reported_as_damage(tmp_path, monkeypatch, version: int, advice: str) -> None:
+@pytest.mark.parametrize("version", [2, 4])
+def test_another_format_is_named_and_not_reported_as_damage(tmp_path, monkeypatch, version: int) -> None:
     saved_steps(tmp_path, 1.0)
     monkeypatch.setattr(directory, "FORMAT", version)
     save(tmp_path, *trained(), step=2)
@@ -173,32 +163,7 @@ def test_another_format_is_named_and_not_reported_as_damage(tmp_path, monkeypatc
     for fallback in (True, False):
         text = refused(tmp_path, fallback=fallback)
         assert f"has format version {version}, written by composable_fsdp " in text
-        assert "; this one reads version 3. " in text
-        assert advice in text
-
-
-def test_a_checkpoint_of_version_2_loads(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    folder = save(tmp_path, model, optimizer, {"step": 3}).path
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    saved, places = metadata.state_dict_metadata, metadata.storage_data
-    end = (folder / "__0_0.distcp").stat().st_size
-    for index, place in list(places.items()):  # averages of tied weights, written once behind all other values
-        if index.fqn.startswith("model."):
-            average = f"averages.values.{index.fqn.removeprefix('model.')}"
-            saved[average] = saved[index.fqn]
-            places[replace(index, fqn=average)] = replace(place, offset=end + place.offset)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    (folder / "__0_0.distcp").write_bytes(2 * (folder / "__0_0.distcp").read_bytes())
-    body = json.loads((folder / "manifest.json").read_text())["manifest"]
-    for name, record in body["files"].items():
-        data = (folder / name).read_bytes()
-        record |= {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
-    body |= {"format": 2, "tensors": {"model.second.bias": {"shape": [3]}}}
-    (folder / "manifest.json").write_text(json.dumps({"crc32": directory._checksum(body), "manifest": body}))
-    new = Tied()
-    assert load(tmp_path, new) == {"step": 3}
-    assert_same(state_of(new), state_of(model))
+        assert "; this one reads version 3. torch.distributed.checkpoint.load reads it." in text
 
 
 def test_sizes_are_compared_even_if_checksums_are_not(tmp_path: Path) -> None:
@@ -230,7 +195,7 @@ def test_damage_found_while_reading_says_that_the_model_is_partly_loaded(tmp_pat
         f"loading {tmp_path}: {saved.path} could not be loaded: CheckpointError: the tensors in "
     )
     assert str(raised.value).endswith(
-        ". The model is loaded in part. verify=True finds damage before anything is loaded."
+        ". The model may be loaded in part. verify=True finds damage before anything is loaded."
     )
     assert "__0_0.distcp is damaged" in refused(tmp_path)
 
@@ -256,7 +221,7 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     assert "none is not a checkpoint, and it does not exist." in refused(tmp_path / "none")
     assert "is not a checkpoint, and no complete checkpoint is in it." in refused(tmp_path)
     partial = PartialCheckpoint(tmp_path, 3).partial
-    assert refused(tmp_path).endswith("no complete checkpoint is in it. Never finished: step-00000003.partial.")
+    assert refused(tmp_path).endswith("no complete checkpoint is in it.")
     assert "step-00000003.partial is not complete: its save" in refused(partial)
 
 
@@ -451,10 +416,10 @@ def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path, monkeyp
     optimizer.step()
     assert not pending.done()
     assert latest(tmp_path) is None
-    assert repr(pending) == f"<checkpoint '{tmp_path}/step-00000001': save under way>"
+    assert repr(pending) == f"<checkpoint '{tmp_path}/step-00000001', under way>"
     go.set()
     assert pending.wait().path == latest(tmp_path)
-    assert repr(pending) == f"<checkpoint '{tmp_path}/step-00000001': saved>"
+    assert repr(pending) == f"<checkpoint '{tmp_path}/step-00000001'>"
     load(pending, model, optimizer)
     assert_same(state_of(model), before)
     assert optimizer.state[model.first.weight]["step"] == 1

@@ -149,7 +149,7 @@ def test_a_partial_checkpoint_of_another_process_is_not_removed(tmp_path: Path) 
         "try: PartialCheckpoint(Path(sys.argv[1]), 2)\n"
         "except CheckpointError as error: print(error)\n"
     )
-    assert f"{tmp_path} is being written to by process " in run_program(script, tmp_path).stdout
+    assert f"another process is writing to {tmp_path}. Wait for it" in run_program(script, tmp_path).stdout
     assert names(tmp_path) == ["step-00000001.partial"]
     writing.abandon()
     writing.abandon()

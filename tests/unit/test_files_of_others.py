@@ -216,10 +216,9 @@ def test_a_lock_that_is_a_link_is_not_written_to(tmp_path: Path, link: bool) -> 
 
 
 @pytest.mark.behaviour("F-12")
-def test_a_lock_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(CheckpointError, match=r"\.lock is no file to lock: it is a pipe or a device\. Delete it\."):
-        save(tmp_path, *trained(), step=1)
+    save(tmp_path, *trained(), step=1)
 
 
 def test_pipes_and_links_named_like_leftovers_of_a_safetensors_save_are_deleted(tmp_path: Path) -> None:

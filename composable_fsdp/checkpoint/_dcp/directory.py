@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import re
-import socket
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
@@ -117,11 +116,8 @@ def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
         return [given]
     found = list(candidates(given).values())[::-1] if given.is_dir() else []
     if not found:
-        names = _entries(given).items() if given.is_dir() else ()
-        unfinished = [name for name, (_, suffix) in names if suffix == PARTIAL]
-        hint = f" Never finished: {', '.join(unfinished)}." if unfinished else ""
         what = "no complete checkpoint is in it" if given.exists() else "it does not exist"
-        raise CheckpointError(f"{given} is not a checkpoint, and {what}.{hint}")
+        raise CheckpointError(f"{given} is not a checkpoint, and {what}.")
     return found
 
 
@@ -201,21 +197,13 @@ def _acquire_lock(path: Path) -> int:
         descriptor = create(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{path / _LOCK} is no file to lock: {error.strerror}. Delete it.") from error
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path / _LOCK} is no file to lock: it is a pipe or a device. Delete it.")
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
         os.close(descriptor)
-        raise CheckpointError(f"{path} is being written to by {holder}. Wait for it, or save elsewhere.") from None
+        raise CheckpointError(f"another process is writing to {path}. Wait for it, or save elsewhere.") from None
     except OSError:
-        return descriptor
-    if found.st_nlink == 1:  # a hard link may be of somebody else's file
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        pass  # without locks
     return descriptor
 
 
@@ -223,7 +211,7 @@ def _acquire_lock(path: Path) -> int:
 
 
 FORMAT = 3
-"""Version of the manifest and of the checkpoint's keys. Version 2 has more in them, which nothing reads."""
+"""Version of the manifest and of the checkpoint's keys."""
 
 
 @dataclass(frozen=True)
@@ -263,16 +251,14 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
     try:
         document = json.loads(read_text(folder, MANIFEST))
         body = dict(document["manifest"])
-        version = body["format"]
-        if isinstance(version, int) and version not in (2, FORMAT):
+        version = body.pop("format")
+        if isinstance(version, int) and version != FORMAT:
             raise CheckpointError(
                 f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one "
-                f"reads version {FORMAT}. {_REMEDIES[version > FORMAT]}"
+                f"reads version {FORMAT}. torch.distributed.checkpoint.load reads it."
             )
-        if document.get("crc32") != _checksum(body):
+        if document.get("crc32") != _checksum({**body, "format": version}):
             raise ValueError("its checksum does not fit")
-        for unread in ("format", "tensors"):
-            body.pop(unread, None)
         body["files"] = files = {name: FileRecord(**record) for name, record in body["files"].items()}
         manifest = Manifest(**body)
         numbers = (manifest.step, manifest.ranks, *(record.bytes for record in files.values()))
@@ -285,13 +271,6 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
         return None, f"{path} cannot be read: {error}."
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return None, f"{path} is damaged: {error}."
-
-
-_REMEDIES = (
-    "torch.distributed.checkpoint.load reads it, and python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-    "makes one file of it: load that with load_state_dict, and save again.",
-    "Update composable_fsdp.",
-)
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -334,8 +313,3 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         CheckpointError: the folder, or a directory in it that may be the newest checkpoint, cannot be read.
     """
     return next((found for found in reversed(candidates(path).values()) if has_file(found / MANIFEST)), None)
-
-
-def damage_text(damaged: dict[str, str]) -> str:
-    """Return one line for each damaged checkpoint, by name."""
-    return "".join(f"\n  {name}: {problem}" for name, problem in damaged.items())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
 
 from composable_fsdp._core.params import local_part
@@ -64,7 +63,6 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
     TreePath,
     built,
     layout_of_paths,
-    leaves,
     new_state,
 )
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, prepare_for_access
@@ -91,7 +89,7 @@ def load(
     ``optimizer.load_state_dict``; the optimizer needs no step first.
 
     Everything is checked before anything is changed. Only if no checksums were compared, with ``verify=False`` or
-    without a manifest, damage may be found during reading; the error then says that the model is loaded in part.
+    without a manifest, damage may be found during reading; the error then says that the model may be loaded in part.
 
     Random number generators of torch are restored only on the number of ranks that saved.
 
@@ -105,7 +103,7 @@ def load(
             model's dtypes, and the differences are logged; a different shape or tensor class is always an error.
         verify: compare checksums; otherwise only the presence and sizes of files. Each file is read by one rank.
         fallback: if checkpoints in the folder ``path`` are damaged, load the newest intact one and log the damage.
-            Without it, a damaged newest checkpoint is an error that names the newest intact one.
+            Without it, a damaged newest checkpoint is an error.
         timeout: seconds that ranks wait for each other, here and in each exchange.
 
     Returns:
@@ -128,7 +126,6 @@ def load(
     same_ranks = manifest is not None and manifest.ranks == ranks.size
     own = f"ranks.{ranks.rank if same_ranks else 0}."
     restore = _Restore(folder, model, optimizer)
-    failure: Exception | None = None
 
     def match() -> Mismatch:
         metadata = with_plain_names(read_metadata(folder, manifest))
@@ -136,24 +133,16 @@ def load(
         keys = [key for key in metadata.state_dict_metadata if key.startswith(kinds)]
         return restore.match(metadata, read_objects(folder, metadata, keys))
 
-    def read_all() -> tuple[bool, str, list[str]]:
-        nonlocal failure
+    def read_all() -> list[str]:
         try:
             restore.run()
             if same_ranks and (state := restore.objects.get(f"{own}random")) is not None:
                 set_random_state(state)
         except Exception as error:
-            failure = error
-        return restore.has_changed, "" if failure is None else said(failure), restore.quantized
-
-    def check_reads(reads: list[tuple[bool, str, list[str]]]) -> list[str]:
-        problems = {rank: problem for rank, (_, problem, _) in enumerate(reads) if problem}
-        if problems:
-            state = "The model is loaded in part." if any(changed for changed, *_ in reads) else "Nothing was loaded."
             advice = "" if verify or manifest is None else " verify=True finds damage before anything is loaded."
-            text = join_rank_texts(problems, len(reads))
-            raise CheckpointError(f"{folder} could not be loaded: {text}. {state}{advice}")
-        return list(dict.fromkeys(key for *_, keys in reads for key in keys))
+            text = f"{folder} could not be loaded: {said(error)}. The model may be loaded in part.{advice}"
+            raise CheckpointError(text) from error
+        return restore.quantized
 
     def decide(found: list[Mismatch]) -> None:
         mismatches = dict(enumerate(found))
@@ -164,56 +153,43 @@ def load(
             logger.warning("%s. It is loaded in part.\n%s", problem, printable(differences))
 
     ranks.combine(what, match, decide)
-    try:
-        quantized = ranks.combine(what, read_all, check_reads)
-    except CheckpointError as error:
-        raise error from failure
+    quantized = ranks.combine(what, read_all, lambda keys: list(dict.fromkeys(key for each in keys for key in each)))
     if quantized and ranks.rank == 0:
         logger.warning("%s: %s", what, pickled_shards.quantized_text(quantized))
     return cast(dict[str, Any], restore.objects.get(f"{own}extra") or {})
 
 
 def _choose(ranks: RankGroup, what: str, path: Path, contents: bool, fallback: bool) -> tuple[Path, Manifest | None]:
-    """Return the checkpoint to load and its manifest, if any; equal on all ranks."""
+    """Return the checkpoint to load and its manifest, if any; equal on all ranks. Each rank checks some files."""
     checkpoints = ranks.from_rank0(what, lambda: directory.checkpoints_at(path))
     if checkpoints == [path] and not ranks.from_rank0(what, lambda: directory.has_file(path / directory.MANIFEST)):
         if ranks.rank == 0:
             logger.warning("%s has no %s: whether it is intact cannot be verified", path, directory.MANIFEST)
         return path, None
-    damaged: dict[str, str] = {}
+    damaged = ""
     for checkpoint in checkpoints:
-        manifest, problem = _examine(ranks, what, checkpoint, contents)
-        if problem:
-            damaged[checkpoint.name] = problem
-            continue
-        if damaged and not fallback:
-            raise CheckpointError(
-                f"{what}: the newest checkpoint is damaged. {checkpoint.name} is the newest that is intact: "
-                f"pass fallback=True to load it. Damaged:{directory.damage_text(damaged)}"
-            )
-        if damaged and ranks.rank == 0:
-            text = "%s: %s is loaded, the newest checkpoint that is intact. Damaged:%s"
-            logger.warning(text, what, checkpoint.name, printable(directory.damage_text(damaged)))
-        return checkpoint, manifest
-    if len(checkpoints) == 1:
-        raise CheckpointError(f"{what}: {damaged[checkpoints[0].name]}")
-    raise CheckpointError(f"{what}: no checkpoint in it is intact:{directory.damage_text(damaged)}")
+        manifest, problem = ranks.from_rank0(what, partial(directory.read_manifest, checkpoint))
+        if manifest is not None:
+            problem = ranks.combine(what, partial(_first_problem, ranks, checkpoint, manifest, contents), _joined)
+        if manifest is not None and not problem:
+            if damaged and ranks.rank == 0:
+                text = "%s: %s is loaded, the newest checkpoint that is intact. Damaged:%s"
+                logger.warning(text, what, checkpoint.name, printable(damaged))
+            return checkpoint, manifest
+        damaged += f"\n  {problem}"
+        if not fallback:
+            break
+    advice = "" if fallback else " fallback=True loads the newest one that is intact."
+    raise CheckpointError(f"{what}: damaged.{advice}{damaged}")
 
 
-def _examine(ranks: RankGroup, what: str, checkpoint: Path, contents: bool) -> tuple[Manifest | None, str]:
-    """Return the manifest, and a description of the damage, empty if there is none. Each rank checks some files."""
-    manifest, problem = ranks.from_rank0(what, lambda: directory.read_manifest(checkpoint))
-    if manifest is None:
-        return None, problem
+def _first_problem(ranks: RankGroup, checkpoint: Path, manifest: Manifest, contents: bool) -> str:
     share = manifest.share(ranks.rank, ranks.size)
+    return next(directory.check_files(checkpoint, share, contents=contents), "")
 
-    def first_problem() -> str:
-        return next(directory.check_files(checkpoint, share, contents=contents), "")
 
-    def together(found: list[str]) -> str:
-        return join_rank_texts({rank: text for rank, text in enumerate(found) if text}, len(found))
-
-    return manifest, ranks.combine(what, first_problem, together)
+def _joined(texts: list[str]) -> str:
+    return join_rank_texts({rank: text for rank, text in enumerate(texts) if text}, len(texts))
 
 
 def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
@@ -248,7 +224,6 @@ class _Restore:
 
     Attributes:
         objects: the values in the checkpoint that are no tensors, by key.
-        has_changed: True if :meth:`run` has changed anything so far.
         quantized: keys of tensors to which their class has given other values than the saved ones.
         _state: the optimizer's state by parameter name. Its new tensors are empty until they are read.
         _by_module: values that modules load through ``load_state_dict``, by plain name.
@@ -258,7 +233,6 @@ class _Restore:
     _model: nn.Module
     _optimizer: Optimizer | None
     objects: Mapping[str, Any] = field(default_factory=dict)
-    has_changed: bool = False
     quantized: list[str] = field(default_factory=list)
     _mismatch: Mismatch = field(default_factory=Mismatch)
     _parts: dict[str, LocalShard] = field(default_factory=dict)
@@ -280,22 +254,16 @@ class _Restore:
         return self._mismatch
 
     def run(self) -> None:
-        """Read this rank's shards of everything. If it raises and ``has_changed``, the model is loaded in part."""
-
-        def changed() -> None:
-            self.has_changed = True
-
+        """Read this rank's shards of everything. If it raises, the model may be loaded in part."""
         with torch.no_grad():
             with ExitStack() as memory:  # parts that cannot be written to, such as expanded buffers, get their own
                 plain = {key: memory.enter_context(part.plain(write=True)) for key, part in self._parts.items()}
                 blocks = {key: LocalShard(plain[key], extent=part.extent) for key, part in self._parts.items()}
-                read(self._folder, self._metadata, blocks, changed)
+                read(self._folder, self._metadata, blocks)
             for key, (part, classes) in self._by_class.items():
                 pieces = pickled_shards.read_pieces(self._folder, self._metadata, key, part.extent, classes)
                 if pickled_shards.fill_by_class(key, part, pieces):
                     self.quantized.append(key)
-                changed()
-            self.has_changed = True
             if self._by_module:
                 names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
                 self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
@@ -356,12 +324,8 @@ class _Restore:
             self._groups = [None] * len(params.groups)
             self._mismatch.others.append("the checkpoint has no param_groups of an optimizer.")
         states = layouts["state"]
-        for section in ("others", "rest"):  # of checkpoints of version 2
-            unread = {f"optimizer state {key}": "of no parameter" for key in layouts.get(section, {})}
-            self._mismatch.unexpected |= unread
-        for name in states.keys() - params.members.keys():
-            paths = built(states[name], lambda path, _: ".".join(map(str, path)))
-            self._mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(leaf for _, leaf in leaves(paths))
+        strays = states.keys() - params.members.keys()
+        self._mismatch.unexpected |= {f"optimizer state of {name}": "of no parameter" for name in strays}
         for name, member in params.members.items():
             if name in states:
                 self._state[name] = built(states[name], partial(self._match_state, params, member))
@@ -497,36 +461,23 @@ def _describe(saved: object) -> str:
 class _LoadPlanner(DefaultLoadPlanner):
     """A planner that reads tensors directly into the memory of a ``LocalShard``."""
 
-    def __init__(self, state: dict[str, LocalShard], metadata: Metadata, changed: Callable[[], None]) -> None:
+    def __init__(self, state: dict[str, LocalShard], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False)
         self.state_dict = state
         self.metadata = metadata
-        self._changed = changed
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         shard: torch.Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
         return shard
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self._changed()
 
-
-def read(
-    folder: str | os.PathLike[str],
-    metadata: Metadata,
-    state: dict[str, LocalShard],
-    changed: Callable[[], None] = lambda: None,
-) -> None:
+def read(folder: Path, metadata: Metadata, state: dict[str, LocalShard]) -> None:
     """Read the tensors in ``state`` by key from the checkpoint ``folder`` with its ``metadata``.
-
-    Args:
-        state: blocks to fill.
-        changed: called after each piece that has been copied to a block.
 
     Raises:
         CheckpointError: a file is damaged, or has another tensor than ``metadata`` says.
     """
-    planner, reader = _LoadPlanner(state, metadata, changed), ArchiveReader(folder)
+    planner, reader = _LoadPlanner(state, metadata), ArchiveReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     try:
         reader.read_data(planner.create_local_plan(), planner).wait()

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
@@ -310,27 +311,17 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 # -- the plan
 
 
-Values: TypeAlias = Mapping[MetadataIndex, torch.Tensor | bytes]
+Values: TypeAlias = dict[MetadataIndex, torch.Tensor | bytes]
 """The blocks and the serialized objects that one rank writes."""
 
 
-class SavePlanner(DefaultSavePlanner):
-    """A planner that writes ``contents``. DCP merges the plans of the ranks and validates the result."""
-
-    def __init__(self, contents: Contents) -> None:
-        super().__init__()
-        self.is_coordinator = False
-        self.state_dict = {key_of(path): part for path, part in contents.parts.items()}
-        self.state_dict |= {
-            key_of(path): serialized(key_of(path[2 * (path[0] == "ranks") :]), value)
-            for path, value in contents.objects.items()
-        }
-        self.mappings = {key_of(path): path for path in (*contents.parts, *contents.objects, *contents.aliases)}
-
-    def values_of(self, plan: SavePlan) -> Values:
-        """Return what ``plan`` writes. Tensors share memory with the model."""
-        values = {item.index: self.state_dict[item.index.fqn] for item in plan.items}
-        return {i: v.__get_tensor_shard__(i) if isinstance(v, LocalShard) else v for i, v in values.items()}
+def local_plan(contents: Contents) -> tuple[SavePlan, dict[str, LocalShard | bytes]]:
+    """Return DCP's plan of all that this rank has, and the values by key. Objects are serialized."""
+    values: dict[str, LocalShard | bytes] = {key_of(path): part for path, part in contents.parts.items()}
+    for path, value in contents.objects.items():
+        values[key_of(path)] = serialized(key_of(path[2 * (path[0] == "ranks") :]), value)
+    paths = {key_of(path): path for path in (*contents.parts, *contents.objects, *contents.aliases)}
+    return replace(create_default_local_save_plan(values, is_coordinator=False), planner_data=paths), values
 
 
 def serialized(key: str, value: object, above: frozenset[int] = frozenset()) -> bytes:
@@ -542,12 +533,13 @@ class _Save:
     def __init__(self, ranks: RankGroup, path: Path, step: int | None, keep_last: int | None) -> None:
         self._ranks, self._path, self._requested_step, self._keep_last = ranks, path, step, keep_last
         self._partial_checkpoint: PartialCheckpoint | None = None
+        self._values: Values = {}
 
     def plan(self, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> None:
         """Plan which rank writes what, and create the directory."""
         what = f"saving to {self._path}"
         contents = Contents()
-        planner: SavePlanner
+        values: dict[str, LocalShard | bytes] = {}
 
         def contribution() -> Contribution:
             nonlocal contents
@@ -562,15 +554,14 @@ class _Save:
         check_meshes(self._ranks, what, {path[1]: part for path, part in contents.parts.items() if path[0] == "model"})
 
         def each() -> tuple[SavePlan, Mapping[str, str]]:
-            nonlocal planner
+            nonlocal values
             contents.settle(merged)
-            planner = SavePlanner(contents)
-            aliases = {key_of(alias): key_of(path) for alias, path in contents.aliases.items()}
-            return planner.create_local_plan(), aliases
+            plan, values = local_plan(contents)
+            return plan, {key_of(alias): key_of(path) for alias, path in contents.aliases.items()}
 
         def central(planned: list[tuple[SavePlan, Mapping[str, str]]]) -> Sequence[tuple[int, SavePlan]]:
             check_parts([plan for plan, _ in planned])
-            plans, self._metadata = planner.create_global_plan([plan for plan, _ in planned])
+            plans, self._metadata = DefaultSavePlanner().create_global_plan([plan for plan, _ in planned])
             self._aliases = {alias: of for _, aliases in planned for alias, of in aliases.items()}
             by_parameter = contents.settings_by_parameter()
             self._aliases |= {key_of(alias): key_of(path) for alias, path in by_parameter.items()}
@@ -581,7 +572,9 @@ class _Save:
 
         with self._abandon_on_failure():
             self.step, plan = self._ranks.exchange(what, each, central)
-            self._values = planner.values_of(plan)
+        for index in (item.index for item in plan.items):
+            value = values[index.fqn]
+            self._values[index] = value.__get_tensor_shard__(index) if isinstance(value, LocalShard) else value
         self.final = self._path / name_of(self.step)
 
     def stage(self) -> None:
