@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from composable_fsdp.checkpoint._dcp import directory
 from composable_fsdp.checkpoint._dcp.load import read, with_plain_names
 from composable_fsdp.checkpoint._dcp.metadata import read_metadata
-from composable_fsdp.checkpoint._safetensors import INDEX, SINGLE, save_safetensors
+from composable_fsdp.checkpoint._safetensors import save_safetensors
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.errors import CheckpointError
 
@@ -34,7 +34,6 @@ def convert(
     target: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
-    force: bool = False,
 ) -> None:
     """Write the model of the checkpoint ``source`` to safetensors in ``target``, with all of its tensors in memory.
 
@@ -43,12 +42,10 @@ def convert(
     stay tied. Arguments are those of the command.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, the target exists, or it cannot be written.
+        CheckpointError: there is no checkpoint, it is damaged, or the target cannot be written.
         ConfigurationError: an argument is invalid.
     """
     folder = directory.checkpoints_at(source)[0]
-    if not force and any(Path(target, file).exists() for file in (SINGLE, INDEX)):
-        raise CheckpointError(f"{target} exists already. Pass --force to replace it.")
     manifest, problem = directory.read_manifest(folder)
     if manifest is not None:
         problem = "\n".join(directory.check_files(folder, manifest.files, contents=True))
@@ -70,10 +67,7 @@ def convert(
             empty = torch.empty(saved.size, dtype=saved.properties.dtype)
             values[key] = written.setdefault(memory, empty) if empty.numel() else empty
     if not values:
-        raise CheckpointError(
-            f"{folder} has no model: neither a state dict under the key 'model' nor tensors at the top level. "
-            "Save its state dict as a file of its own."
-        )
+        raise CheckpointError(f"{folder} has no model under the key 'model', and no tensors at the top level.")
     own = {id(value): key for key, value in reversed(values.items())}
     read(folder, metadata, {key: LocalShard(values[key]) for key in own.values()})
     model = _Values({key.removeprefix("model."): value for key, value in values.items()})

@@ -9,7 +9,6 @@ The second half is the error texts of wrong arguments, and of what all ranks fou
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import pickle
@@ -197,9 +196,6 @@ class PendingSave(os.PathLike[str]):
     def __fspath__(self) -> str:
         return str(self.path)
 
-    def __repr__(self) -> str:
-        return f"<checkpoint {str(self.path)!r}{'' if self.done() else ', under way'}>"
-
     def done(self) -> bool:
         """Return True if the save has ended, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
@@ -266,25 +262,20 @@ def meet(function: Callable[..., object], check: Callable[[], Arguments], timeou
 
     Raises:
         CheckpointError: ranks did not come in time or made another call, also one with other arguments. The text shows
-            the call of each on every rank that came, without keyword arguments that are the default. Or the earlier
+            the call of each on every rank that came, without keyword arguments that are false. Or the earlier
             save failed and its error has not been raised yet.
         Exception: ``check`` raised it, on all ranks alike.
     """
     try:
-        call = _call_text(function, *check())
+        given, arguments = check()
+        shown = [*map(repr, given), *(f"{name}={value!r}" for name, value in arguments.items() if value)]
     except Exception as error:
         _join(f"a call that raised {said(error)}", timeout)
         raise
+    call = f"{function.__name__}({', '.join(shown)})"
     ranks = _join(call, timeout)
     ranks.agree(f"the save before {call}", finish_earlier)
     return ranks
-
-
-def _call_text(function: Callable[..., object], given: Sequence[object], arguments: Mapping[str, object]) -> str:
-    defaults: Mapping[str, object] = cast(Any, inspect.unwrap(function)).__kwdefaults__
-    changed = [f"{name}={value!r}" for name, value in arguments.items() if value != defaults[name]]
-    shown = ", ".join([*map(repr, given), *changed])
-    return f"{function.__name__}({shown})" if shown else function.__name__
 
 
 def _join(call: str, timeout: float) -> RankGroup:
@@ -304,10 +295,7 @@ def _join(call: str, timeout: float) -> RankGroup:
         raise CheckpointError(f"{call}: the store of rank 0 cannot be reached any more ({error}).") from error
     if verdict.missing:
         reason = verdict.reason or f"{ranks_text(verdict.missing)} did not make this call within {timeout:g} s. "
-        raise CheckpointError(
-            f"{call}: {reason}All {size} ranks of the default process group must make it, also those that have no part "
-            "of the model."
-        )
+        raise CheckpointError(f"{call}: {reason}All {size} ranks of the default process group must make it.")
     found: dict[int, str] = {}
     calls: dict[str, list[int]] = {}
     for note, ranks in verdict.notes.items():
@@ -317,10 +305,7 @@ def _join(call: str, timeout: float) -> RankGroup:
     check_versions(found, CheckpointError)
     if len(calls) > 1:
         about = ", ".join(f"{ranks_text(sorted(ranks))} {each}" for each, ranks in calls.items())
-        raise CheckpointError(
-            f"the ranks did not make the same call: {about}. Call the same function on all ranks, with the same path "
-            "and keyword arguments."
-        )
+        raise CheckpointError(f"the ranks did not make the same call: {about}. All must make it, with equal arguments.")
     if not all(note.startswith("1") for note in verdict.notes):
         job.group = dist.new_group(backend="gloo", group_desc="composable_fsdp checkpoints")
     return RankGroup(rank, size, job, timeout)
@@ -339,15 +324,11 @@ _TITLES = {
 }
 
 
-def check_arguments(signature: str, path: object, model: object, optimizer: object = None) -> None:
+def check_arguments(signature: str, path: object, model: object) -> None:
     """Raise ``ArgumentTypeError``, which shows ``signature``, if a type is wrong, as when two arguments are swapped."""
-    for name, value, fits, wanted in (
-        ("path", path, isinstance(path, (str, os.PathLike)), "a str or a path"),
-        ("model", model, isinstance(model, nn.Module), "an nn.Module"),
-        ("optimizer", optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer"),
-    ):
-        if not fits:
-            raise ArgumentTypeError(f"{name} must be {wanted}, not {type(value).__name__}. Call {signature}.")
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(model, nn.Module):
+        kinds = f"{type(path).__name__} and {type(model).__name__}"
+        raise ArgumentTypeError(f"path must be a str or a path, and model an nn.Module, not {kinds}. Call {signature}.")
 
 
 def join_rank_texts(texts: Mapping[int, str], size: int) -> str:

@@ -20,10 +20,9 @@ def add_commands(commands: printing.Commands) -> None:
     parser.add_argument("target", type=Path, help="a directory for safetensors")
     dtypes = ("bfloat16", "float16", "float32")
     parser.add_argument("--dtype", choices=dtypes, help="dtype of the model's floating-point tensors")
-    parser.add_argument("--force", action="store_true", help="replace existing safetensors")
 
 
-def _convert(source: Path, target: Path, dtype: str | None, force: bool) -> None:
+def _convert(source: Path, target: Path, dtype: str | None) -> None:
     """Write the model of a checkpoint, after a comparison of its checksums, to safetensors, with all tensors in memory.
 
     Optimizer state and extra are left out.
@@ -34,5 +33,5 @@ def _convert(source: Path, target: Path, dtype: str | None, force: bool) -> None
 
     from composable_fsdp.checkpoint._convert import convert
 
-    convert(source, target, dtype=getattr(torch, dtype) if dtype else None, force=force)
+    convert(source, target, dtype=getattr(torch, dtype) if dtype else None)
     printing.show(f"{target} is complete")

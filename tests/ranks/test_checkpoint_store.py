@@ -85,7 +85,7 @@ def failures(folder: Path) -> None:
     dist.barrier()
     before = zeroed(build())
     text = refused(lambda: load(damaged, before, adamw(before)))
-    assert f"loading {damaged}: rank " in text
+    assert f"loading {damaged}: damaged.\n  rank " in text
     assert f"{damaged}/__1_0.distcp is damaged: its CRC-32 is " in text
     assert not any(local(p).any() for p in before.parameters() if p is not before.temperature)
 
@@ -181,7 +181,7 @@ def missing(folder: Path) -> None:
     folder_text = repr(str(folder))
     assert text == (
         f"the ranks did not make the same call: rank 0 save({folder_text}, step=3), rank 1 save({folder_text}, "
-        "step=4). Call the same function on all ranks, with the same path and keyword arguments."
+        "step=4). All must make it, with equal arguments."
     )
     assert "rank 1 load(" in refused(
         lambda: load(folder, model, timeout=120) if rank else save(folder, model, timeout=120)

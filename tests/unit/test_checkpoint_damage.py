@@ -162,8 +162,8 @@ def test_another_format_is_named_and_not_reported_as_damage(tmp_path, monkeypatc
     monkeypatch.undo()
     for fallback in (True, False):
         text = refused(tmp_path, fallback=fallback)
-        assert f"has format version {version}, written by composable_fsdp " in text
-        assert "; this one reads version 3. torch.distributed.checkpoint.load reads it." in text
+        assert f"has format version {version} of composable_fsdp " in text
+        assert ", not 3. torch.distributed.checkpoint.load reads it." in text
 
 
 def test_sizes_are_compared_even_if_checksums_are_not(tmp_path: Path) -> None:
@@ -222,7 +222,9 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     assert "is not a checkpoint, and no complete checkpoint is in it." in refused(tmp_path)
     partial = PartialCheckpoint(tmp_path, 3).partial
     assert refused(tmp_path).endswith("no complete checkpoint is in it.")
-    assert "step-00000003.partial is not complete: its save" in refused(partial)
+    assert "step-00000003.partial is not a checkpoint" in refused(partial)
+    (partial / ".metadata").touch()
+    assert "step-00000003.partial/manifest.json is missing." in refused(partial)
 
 
 @pytest.mark.behaviour("F-04")
@@ -416,10 +418,8 @@ def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path, monkeyp
     optimizer.step()
     assert not pending.done()
     assert latest(tmp_path) is None
-    assert repr(pending) == f"<checkpoint '{tmp_path}/step-00000001', under way>"
     go.set()
     assert pending.wait().path == latest(tmp_path)
-    assert repr(pending) == f"<checkpoint '{tmp_path}/step-00000001'>"
     load(pending, model, optimizer)
     assert_same(state_of(model), before)
     assert optimizer.state[model.first.weight]["step"] == 1
@@ -454,7 +454,7 @@ def test_what_load_refuses_save_refuses_too(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     cyclic: list[Any] = [1, print]
     cyclic.append(cyclic)
-    with pytest.raises(CheckpointError, match=r"extra\['cycle'\]\[1\] cannot be saved: "):
+    with pytest.raises(CheckpointError, match=r"extra\['cycle'\] cannot be saved: "):
         save(tmp_path, model, extra={"cycle": cyclic})
 
 
@@ -503,15 +503,16 @@ def test_swapped_arguments_are_named_with_their_order(tmp_path: Path) -> None:
     swapped: Any = save
     order = r"Call save\(path, model, optimizer, extra\)\.$"
     for arguments, text in (
-        ((model, tmp_path, optimizer), rf"^path must be a str or a path, not Tied\. {order}"),
-        ((tmp_path, optimizer, model), rf"^model must be an nn.Module, not AdamW\. {order}"),
-        ((tmp_path, model, {"step": 1}), rf"^optimizer must be an optimizer, not dict\. {order}"),
-        ((tmp_path, model, optimizer, 7), rf"^extra must be a dict, not int\. {order}"),
+        (
+            (model, tmp_path, optimizer),
+            rf"^path must be a str or a path, and model an nn.Module, not Tied and .* {order}",
+        ),
+        ((tmp_path, optimizer, model), rf"^path must .* and model an nn.Module, not PosixPath and AdamW\. {order}"),
     ):
         with pytest.raises(ArgumentTypeError, match=text):
             swapped(*arguments)
     swapped = load
-    with pytest.raises(ArgumentTypeError, match=r"not Tied\. Call load\(path, model, optimizer\)\.$"):
+    with pytest.raises(ArgumentTypeError, match=r"not Tied and PosixPath\. Call load\(path, model, optimizer\)\.$"):
         swapped(model, tmp_path)
     swapped = save_safetensors
     with pytest.raises(ArgumentTypeError, match=r"Call save_safetensors\(model, path\)\.$"):
@@ -536,7 +537,7 @@ def test_a_step_may_be_any_kind_of_integer(tmp_path: Path) -> None:
     ("extra", "where"),
     [
         ({"step": 1, "collate": lambda batch: batch}, r"extra\['collate'\]"),
-        ({"loader": {"workers": [1, threading.Lock()]}}, r"extra\['loader'\]\['workers'\]\[1\]"),
+        ({"loader": {"workers": [1, threading.Lock()]}}, r"extra\['loader'\]\['workers'\]"),
         ({"items": (i for i in range(3))}, r"extra\['items'\]"),
     ],
 )

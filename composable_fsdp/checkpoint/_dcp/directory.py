@@ -105,13 +105,10 @@ def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
         CheckpointError: there is no checkpoint, or ``path`` is one that is incomplete or has lost its manifest.
     """
     given = Path(path)
-    parsed = _NAME.fullmatch(given.name)
-    if parsed and parsed[2] in (PARTIAL, _DELETED):
-        raise CheckpointError(f"{given} is not complete: its save, or its deletion, did not come to an end.")
     if has_file(given / MANIFEST):
         return [given]
     if has_file(given / METADATA):
-        if parsed and not parsed[2]:
+        if _NAME.fullmatch(given.name):
             raise CheckpointError(f"{given / MANIFEST} is missing.")
         return [given]
     found = list(candidates(given).values())[::-1] if given.is_dir() else []
@@ -253,10 +250,8 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
         body = dict(document["manifest"])
         version = body.pop("format")
         if isinstance(version, int) and version != FORMAT:
-            raise CheckpointError(
-                f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one "
-                f"reads version {FORMAT}. torch.distributed.checkpoint.load reads it."
-            )
+            text = f"{folder} has format version {version} of composable_fsdp {body.get('library')}, not {FORMAT}"
+            raise CheckpointError(f"{text}. torch.distributed.checkpoint.load reads it.")
         if document.get("crc32") != _checksum({**body, "format": version}):
             raise ValueError("its checksum does not fit")
         body["files"] = files = {name: FileRecord(**record) for name, record in body["files"].items()}

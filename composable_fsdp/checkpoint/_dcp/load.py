@@ -116,7 +116,7 @@ def load(
     """
 
     def check() -> tuple[Sequence[object], Mapping[str, object]]:
-        check_arguments("load(path, model, optimizer)", path, model, optimizer)
+        check_arguments("load(path, model, optimizer)", path, model)
         switches = {"strict": strict, "verify": verify, "fallback": fallback}
         return [os.fspath(path)], {name: bool(value) for name, value in switches.items()}
 
@@ -179,7 +179,7 @@ def _choose(ranks: RankGroup, what: str, path: Path, contents: bool, fallback: b
         damaged += f"\n  {problem}"
         if not fallback:
             break
-    advice = "" if fallback else " fallback=True loads the newest one that is intact."
+    advice = "" if fallback or len(checkpoints) == 1 else " fallback=True loads the newest one that is intact."
     raise CheckpointError(f"{what}: damaged.{advice}{damaged}")
 
 

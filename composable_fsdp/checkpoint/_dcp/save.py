@@ -28,7 +28,7 @@ import os
 import pickle
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,7 +95,7 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
     prepare_for_access,
     tensors_of,
 )
-from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from composable_fsdp.errors import CheckpointError, ConfigurationError
 from composable_fsdp.plugins.checks.optimizer_checks import why_not_pickled
 from composable_fsdp.policies import checks_keywords
 
@@ -105,10 +105,6 @@ ContentsPath = tuple[Any, ...]
 GroupKey = tuple[int, tuple[str, ...]]
 """The names of a group's parameters, and how many groups before it have the same ones: several may have none."""
 
-Groups = Mapping[GroupKey, Mapping[str, Any]]
-"""The param groups of an optimizer, with the names of their parameters in ``params``."""
-
-
 Layouts = dict[str, Layout]
 """The layouts of optimizer state by parameter name."""
 
@@ -117,20 +113,25 @@ def key_of(path: ContentsPath) -> str:
     return ".".join(map(str, path))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Contribution:
     """The notes of a rank to the others before a save: ranks may hold different parameters, as pipeline stages do.
 
-    ``values`` are texts of what is no tensor in the optimizer's state, by key, and of settings of its groups, except of
-    groups without parameters: they are each rank's own, as of pipeline stages. ``classes`` are the classes of
-    tensors whose shards are pickles, and their dtypes, by key: on one rank, or, after :func:`merge`, on all of them.
+    Attributes:
+        groups: the param groups of the optimizer, with the names of their parameters in ``params``.
+        layouts: see :data:`Layouts`.
+        replicated: checksums of the plain tensors that must be equal on all ranks, by key.
+        values: texts of what is no tensor in the optimizer's state, by key, and of settings of its groups, except of
+            groups without parameters: they are each rank's own, as of pipeline stages.
+        classes: the classes of tensors whose shards are pickles, and their dtypes, by key: on one rank, or, after
+            :func:`merge`, on all of them.
     """
 
-    groups: Groups
-    layouts: Layouts
-    replicated: Mapping[str, int]
-    values: Mapping[str, str]
-    classes: Mapping[str, tuple[str, torch.dtype]]
+    groups: dict[GroupKey, dict[str, Any]] = field(default_factory=dict)
+    layouts: Layouts = field(default_factory=dict)
+    replicated: dict[str, int] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
 
 
 def merge(contributions: Sequence[Contribution]) -> Contribution:
@@ -149,10 +150,8 @@ def merge(contributions: Sequence[Contribution]) -> Contribution:
     classes: dict[str, tuple[str, torch.dtype]] = {}
     for key, found in ((key, found) for each in contributions for key, found in each.classes.items()):
         if (first_class := classes.setdefault(key, found)) != found:
-            raise CheckpointError(
-                f"{key} is of another class on each rank: {first_class[0]}, {found[0]}. Make it alike."
-            )
-    return Contribution(groups, layouts, {}, {}, classes)
+            raise CheckpointError(f"{key} is of another class on each rank: {first_class[0]}, {found[0]}.")
+    return Contribution(groups, layouts, classes=classes)
 
 
 def _is_empty(member: OptimizerParam) -> bool:
@@ -168,17 +167,13 @@ class Contents:
         parts: local shards of tensors. A block that several ranks hold is written by one of them.
         objects: all other values. If several ranks have a key, one of them writes it.
         aliases: further paths of tensors in ``parts``, with the path there.
-        replicated: checksums of the plain tensors in ``parts`` that must be equal on all ranks, by key.
-        groups: see :data:`Groups`.
-        layouts: see :data:`Layouts`.
+        notes: what the other ranks get to know before the save.
     """
 
     parts: dict[ContentsPath, LocalShard] = field(default_factory=dict)
     objects: dict[ContentsPath, Any] = field(default_factory=dict)
     aliases: dict[ContentsPath, ContentsPath] = field(default_factory=dict)
-    replicated: dict[str, int] = field(default_factory=dict)
-    groups: dict[GroupKey, dict[str, Any]] = field(default_factory=dict)
-    layouts: Layouts = field(default_factory=dict)
+    notes: Contribution = field(default_factory=Contribution)
     _keys: set[str] = field(default_factory=set)
     """The keys of the optimizer."""
 
@@ -188,10 +183,10 @@ class Contents:
         for number, group in enumerate(groups):
             for name, value in group.items():  # ranks exchange them before they are planned
                 serialized(f"optimizer.param_groups[{number}][{name!r}]", value)
-            index = sum(each["params"] == group["params"] for each in self.groups.values())
-            self.groups[index, tuple(group["params"])] = {key: on_host(value) for key, value in group.items()}
+            index = sum(each["params"] == group["params"] for each in self.notes.groups.values())
+            self.notes.groups[index, tuple(group["params"])] = {key: on_host(value) for key, value in group.items()}
         layouts = {name: self._add_tree(params.members[name], tree) for name, tree in trees.items()}
-        self.layouts = {name: layout for name, layout in layouts.items() if not _is_empty(params.members[name])}
+        self.notes.layouts = {name: layout for name, layout in layouts.items() if not _is_empty(params.members[name])}
 
     def _add_tree(self, member: OptimizerParam, tree: Any) -> Layout:
         """Add the leaves of the ``tree`` of optimizer state of ``member``, and return its layout."""
@@ -212,27 +207,23 @@ class Contents:
             self.parts[own] = LocalShard(value, member.sharding)
             if kind == PLAIN:
                 refuse_unknown(key, self.parts[own])
-                self.replicated[key] = checksum(value)
+                self.notes.replicated[key] = checksum(value)
         remaining = iter(kinds)
         return layout_of(tree, lambda _: next(remaining))
-
-    def add_rank(self, rank: int, extra: Mapping[str, Any]) -> None:
-        self.objects["ranks", str(rank), "extra"] = extra
-        self.objects["ranks", str(rank), "random"] = _random_state()
 
     def contribution(self) -> Contribution:
         for path, part in self.parts.items():
             refuse_unknown(key_of(path), part)
         wrappers = {key_of(path): part for path, part in self.parts.items() if is_wrapper(part.local)}
-        classes = {key: (class_name(part.local), part.value.dtype) for key, part in wrappers.items()}
+        self.notes.classes = {key: (class_name(part.local), part.value.dtype) for key, part in wrappers.items()}
         values = {key_of(path): plain_text(value) for path, value in self.objects.items() if path[0] == "optimizer"}
-        values |= {
+        self.notes.values = values | {
             f"the setting {key!r} of the param group of {names[0]}": plain_text(value)
-            for (_, names), group in self.groups.items()
+            for (_, names), group in self.notes.groups.items()
             for key, value in group.items()
             if names and key != "params"
         }
-        return Contribution(self.groups, self.layouts, self.replicated, values, classes)
+        return self.notes
 
     def settings_by_parameter(self) -> dict[ContentsPath, ContentsPath]:
         """Return the path of each parameter's settings in torch's flattened state dicts, with that of their group's."""
@@ -324,12 +315,9 @@ def local_plan(contents: Contents) -> tuple[SavePlan, dict[str, LocalShard | byt
     return replace(create_default_local_save_plan(values, is_coordinator=False), planner_data=paths), values
 
 
-def serialized(key: str, value: object, above: frozenset[int] = frozenset()) -> bytes:
-    """Return the bytes of an object. Raise ``CheckpointError``, which names the part, if ``load`` would refuse it.
-
-    ``above`` are ids of what contains it.
-    """
-    data, refused = io.BytesIO(), None
+def serialized(key: str, value: object) -> bytes:
+    """Return the bytes of an object. Raise ``CheckpointError``, which names the part, if ``load`` would refuse it."""
+    data = io.BytesIO()
     try:
         if holds_dtensor(value):
             raise TypeError(_DTENSORS)
@@ -337,21 +325,14 @@ def serialized(key: str, value: object, above: frozenset[int] = frozenset()) -> 
         if type(value) not in _PLAIN:
             decoded(data.getvalue())
     except Exception as error:  # the code of any class
-        refused = error
-    if refused is not None:
-        for item, inner in _inner(value) if id(value) not in above else ():
-            serialized(f"{key}[{item!r}]", inner, above | {id(value)})  # raises at the innermost part
-        raise CheckpointError(
-            f"{key} cannot be saved: {said(refused)}. Save what describes it instead: numbers, strings, lists, dicts "
-            "and tensors"
-        ) from refused
+        for name, inner in value.items() if isinstance(value, Mapping) else ():
+            serialized(f"{key}[{name!r}]", inner)  # raises at the innermost value of a dict
+        advice = "Save what describes it instead: numbers, strings, lists, dicts and tensors"
+        raise CheckpointError(f"{key} cannot be saved: {said(error)}. {advice}") from error
     return data.getvalue()
 
 
-_DTENSORS = (
-    "it has DTensors, of which each rank would save its own shard. Save averages as a model, and a second "
-    "optimizer with its model, to a folder of its own, which shards them again; and full_tensor() of others"
-)
+_DTENSORS = "it has DTensors, of which each rank would save its shard: save their full_tensor(), averages as a model"
 
 
 def decoded(data: bytes) -> Any:
@@ -364,30 +345,18 @@ def decoded(data: bytes) -> Any:
 _PLAIN = (int, float, str, bool, type(None))
 
 
-def _inner(value: object) -> Iterable[tuple[object, Any]]:
-    if isinstance(value, Mapping):
-        return value.items()
-    return enumerate(value) if isinstance(value, (list, tuple, set, frozenset)) else ()
-
-
-def on_host_alone(values: Values) -> Values:
-    """Return host copies of ``values``, which share no memory with the model."""
-    copied = {index: _on_host(value) if isinstance(value, torch.Tensor) else value for index, value in values.items()}
-    if any(isinstance(value, torch.Tensor) and value.is_pinned() for value in copied.values()):
-        torch.accelerator.synchronize()
-    return copied
-
-
-def _on_host(block: torch.Tensor) -> torch.Tensor | bytes:
-    """Return a host copy of ``block``, or a pickle if it has inner tensors.
+def _on_host(value: torch.Tensor | bytes) -> torch.Tensor | bytes:
+    """Return a host copy of a block, or a pickle if its class is opaque.
 
     A copy from an accelerator is complete once the accelerator is synchronized.
     """
-    if is_wrapper(block):
-        return pickled(block)
-    on_accelerator = is_accelerator(block.device)
-    host = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_accelerator)
-    return host.copy_(block.detach(), non_blocking=on_accelerator)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_wrapper(value):
+        return pickled(value)
+    on_accelerator = is_accelerator(value.device)
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=on_accelerator)
+    return host.copy_(value.detach(), non_blocking=on_accelerator)
 
 
 # -- files
@@ -501,22 +470,21 @@ def save(
             All ranks raise the same error.
         ConfigurationError: an argument is invalid.
     """
-    own, folder, signature = {} if extra is None else extra, Path(), "save(path, model, optimizer, extra)"
+    own: dict[str, Any] = {}
 
     def check() -> Arguments:
-        nonlocal step, own, folder
-        check_arguments(signature, path, model, optimizer)
-        if not isinstance(own, Mapping):
-            raise ArgumentTypeError(f"extra must be a dict, not {type(own).__name__}. Call {signature}.")
+        nonlocal step
+        check_arguments("save(path, model, optimizer, extra)", path, model)
+        own.update(extra or {})
         if keep_last is not None and keep_last < 1:
             raise ConfigurationError(f"keep_last must be at least 1, not {keep_last}: the new checkpoint is one.")
-        own, folder = dict(own), Path(path).absolute()  # a thread writes it, which a later chdir must not change
         step = own.get("step") if step is None else step
         if step is not None and (not hasattr(step, "__index__") or (step := operator.index(step)) < 0):
             raise ConfigurationError(f"step must be an int of at least 0, not {step!r}, also in extra.")
         return [os.fspath(path)], {"step": step, "keep_last": keep_last, "asynchronous": asynchronous}
 
-    saver = _Save(meet(save, check, timeout), folder, step, keep_last)
+    ranks = meet(save, check, timeout)
+    saver = _Save(ranks, Path(path).absolute(), step, keep_last)  # a later chdir must not change what a thread writes
     saver.plan(model, optimizer, own)
     pending = PendingSave(saver.final, saver.step)
     if asynchronous:
@@ -547,7 +515,8 @@ class _Save:
             contents = contents_of(model)
             if optimizer is not None:
                 contents.add_optimizer(model, optimizer)
-            contents.add_rank(self._ranks.rank, extra)
+            for name, value in (("extra", extra), ("random", _random_state())):
+                contents.objects["ranks", str(self._ranks.rank), name] = value
             return contents.contribution()
 
         merged = self._ranks.combine(what, contribution, merge)
@@ -581,7 +550,9 @@ class _Save:
         """Copy what this rank writes to host memory."""
 
         def each() -> None:
-            self._values = on_host_alone(self._values)
+            self._values = {index: _on_host(value) for index, value in self._values.items()}
+            if any(isinstance(value, torch.Tensor) and value.is_pinned() for value in self._values.values()):
+                torch.accelerator.synchronize()
 
         with self._abandon_on_failure():
             self._ranks.agree(f"saving {self.final}", each)
