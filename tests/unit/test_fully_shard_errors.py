@@ -436,20 +436,6 @@ def test_symmetric_memory_is_said_to_have_no_effect_once(caplog: pytest.LogCaptu
     fully_shard(nn.Linear(3, 3))(torch.ones(1, 3)).sum().backward()
 
 
-@pytest.mark.parametrize("settings", ["", "expandable_segments:False", "max_split_size_mb:64,expandable_segments:True"])
-def test_memory_of_the_backend_beside_expandable_segments_is_warned_of_once(monkeypatch, caplog, settings: str) -> None:
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings, raising=False)
-    for _ in range(2):
-        model = fully_shard(nn.Linear(3, 3))
-        assert isinstance(model, FSDPModule)
-        model.set_allocate_memory_from_process_group_for_comm(False)
-        assert not [text for text in caplog.messages if "expandable segments" in text][1:]
-        model.set_allocate_memory_from_process_group_for_comm(True)
-    messages = [text for text in caplog.messages if "expandable segments" in text]
-    assert len(messages) == settings.endswith("True")
-    assert all("shares none with the rest. Leave out one of them" in text for text in messages)
-
-
 def test_a_tensor_that_only_brings_a_view_is_refused_unless_it_is_frozen_and_makes_one() -> None:
     match = "^parameter 'weight' is a Borrowed with fsdp_get_unsharded_view, which serves frozen parameters on one rank"
     for tensor, is_frozen in ((Borrowed, False), (Declining, True)):
