@@ -250,10 +250,10 @@ class Root:
             if other.kept is not None and self.planner.is_stale(other):
                 self.launcher.free(other.group)
                 other.kept = None
-        self.planner.begin_forward(leads_to_backward=self._grad_mode)
+        self.planner.begin_forward(call.state, leads_to_backward=self._grad_mode)
 
     @_hook(Hook.END_FORWARD)
-    def _end_forward(self, _: FSDPState) -> None:
+    def _end_forward(self, outermost: FSDPState) -> None:
         for observe in self.observers.end_forward:
             observe(self)
         # End runs of which some modules did not come, and free what was gathered ahead for runs that did not come.
@@ -263,7 +263,7 @@ class Root:
                 self.free_after_forward(other, None, has_grad=self.leads_to_backward())
             if other.group.parameter_state is _UNSHARDING:
                 self.launcher.free(other.group)
-        self.planner.end_forward()
+        self.planner.end_forward(outermost)
         succeeded = False
         try:
             for observe in self.observers.before_end:

@@ -217,6 +217,7 @@ class PlanInputs:
     """The options of each state, its group's plan, and whether it shares parameters with others."""
 
 
+_NO_FORWARD = ForwardRecord()
 _MOST_PLANS = 16
 """The number of plans to keep: one for each order of groups and each set of facts in turn, as in accumulation."""
 
@@ -238,7 +239,8 @@ class Planner:
         steps: the step counter of the optimizers of the root's parameters.
         steps_at_forward: their number at the last forward. Parameters kept unsharded since before a step are stale.
         record: the record of the current or last forward.
-        known: the record of the last forward that all ranks ran: it leads to a backward, or has gathered something.
+        known: by outermost module, the record of its last forward that all ranks ran, the last of all at the end. Such
+            a forward leads to a backward, or has gathered something.
         runs_on_all_ranks: True if all ranks run the current forward. Any other may run on some ranks only, so it must
             not influence later launches.
         fused: the fusions of the current or last forward that all ranks ran.
@@ -249,7 +251,8 @@ class Planner:
         self._root, self.states = root, states
         self.steps = OptimizerSteps()
         self.steps_at_forward = 0
-        self.record = self.known = ForwardRecord()
+        self.record = ForwardRecord()
+        self.known: dict[FSDPState, ForwardRecord] = {}
         self.runs_on_all_ranks = False
         self.fused: Fusions = ALONE
         self.inputs = PlanInputs(limits=Limits(has_streams=has_streams))
@@ -263,11 +266,11 @@ class Planner:
 
     # -- the order
 
-    def begin_forward(self, *, leads_to_backward: bool) -> None:
+    def begin_forward(self, outermost: FSDPState, *, leads_to_backward: bool) -> None:
         self.steps_at_forward = self.steps.number
         self.runs_on_all_ranks = leads_to_backward
         self.refresh()
-        plan = self._plan_of(self.known, None)
+        plan = self._plan_of(self.known.get(outermost, _NO_FORWARD), None)
         self._expected = deque(plan.forward)
         if leads_to_backward:
             self.fused = plan.fused
@@ -284,13 +287,20 @@ class Planner:
                 return run
         return self.eager(event.group)
 
-    def end_forward(self) -> None:
-        if self.runs_on_all_ranks and (self.record.ended or self.record.events != self.known.events):
-            self.known = self.record
+    def end_forward(self, outermost: FSDPState) -> None:
+        known = self.known.get(outermost, _NO_FORWARD)
+        if self.runs_on_all_ranks and (self.record.ended or self.record.events != known.events):
+            self.known.pop(outermost, None)
+            self.known[outermost] = self.record
+
+    @property
+    def last_known(self) -> ForwardRecord:
+        """The record of the last forward that all ranks ran, of whichever outermost module."""
+        return next(reversed(self.known.values()), _NO_FORWARD)
 
     def forget(self) -> None:
         """Forget the order of groups, after a pass that failed: some ranks may have ended its forward, others not."""
-        self.known, self.fused = ForwardRecord(), ALONE
+        self.known, self.fused = {}, ALONE
 
     def begin_backward(self) -> None:
         self.refresh()

@@ -184,7 +184,8 @@ class Replay:
         root.is_verified = True
         for dry in states.values():
             dry.root = root
-        root.planner.known, root.planner.fused = real.planner.known, real.planner.fused
+        root.planner.known = dict.fromkeys(states.values(), real.planner.last_known)
+        root.planner.fused = real.planner.fused
         root.finalization.is_last_backward = real.waits_after_backward
         root.planner.refresh()
 
@@ -206,7 +207,7 @@ class Replay:
 
     def play(self) -> None:
         """Play the last forward, and a backward in which all gradients arrive."""
-        record, states = self._real.planner.known, self._real.states
+        record, states = self._real.planner.last_known, self._real.states
         order: list[tuple[bool, ForwardCall]] = []  # the beginnings and ends of runs, with their first calls
         positions: dict[ForwardCall, int] = {}  # those in the record, of the calls to which backward comes back
         running: dict[str, list[ForwardCall]] = {}

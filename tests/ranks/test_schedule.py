@@ -187,15 +187,14 @@ def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tup
     task, rank, draws, eager = TASKS[task_name], dist.get_rank(), random.Random(0), []
     begin, run = Planner.begin_forward, Planner.eager
 
-    def begin_forward(self: Planner, **arguments: Any) -> None:
+    def begin_forward(self: Planner, outermost: Any, **arguments: Any) -> None:
+        known = self.known
         if expect is not None:
             wrong = ForwardRecord()
-            wrong.events = expect(self.known.events, draws)
-            known, self.known = self.known, wrong
-            begin(self, **arguments)
-            self.known = known
-        else:
-            begin(self, **arguments)
+            wrong.events = expect(self.last_known.events, draws)
+            self.known = {outermost: wrong}
+        begin(self, outermost, **arguments)
+        self.known = known
 
     def eager_run(self: Planner, *arguments: Any, **more: Any) -> Any:
         eager.append(arguments)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from threading import Thread
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -143,7 +144,7 @@ def test_a_module_whose_gather_raised_has_one_run_in_the_plan(mesh: DeviceMesh, 
         fully_shard(module, mesh=mesh)
     train(model, torch.ones(1, WIDTH))
     root = state_of(model).root
-    runs, wait = list(root.planner.known.events), root.launcher.wait
+    runs, wait = list(root.planner.last_known.events), root.launcher.wait
 
     def fail_once(group: ParamGroup) -> None:
         if group.name == "first":
@@ -154,7 +155,32 @@ def test_a_module_whose_gather_raised_has_one_run_in_the_plan(mesh: DeviceMesh, 
     monkeypatch.setattr(root.launcher, "wait", fail_once)
     train(model, torch.ones(1, WIDTH))
     assert root.launcher.wait == wait, "the gather has not raised"
-    assert root.planner.known.events == runs
+    assert root.planner.last_known.events == runs
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Chain(3), Chain(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(x, range(3)), range(3))  # type: ignore[no-any-return]
+
+
+def test_parts_that_are_called_one_after_the_other_are_prefetched_by_orders_of_their_own(mesh: DeviceMesh) -> None:
+    model: Any = Parts()
+    for part in (model.encoder, model.decoder):
+        for module in (*part.layers, part):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_schedule(max_fused_bytes=0)
+    train(model, torch.ones(1, WIDTH))  # makes the root of both
+    for _ in range(2):
+        hidden = model.encoder(torch.ones(1, WIDTH), range(3))
+        with Recorder() as recorder:
+            model.decoder(hidden, range(3)).sum().backward()
+    seen = [str(event) for event in recorder if event.group.startswith("decoder.layers")]
+    assert seen.index("unshard decoder.layers.1") < seen.index("wait decoder.layers.0"), seen
 
 
 def unsharded_in(step: Callable[[], object]) -> list[str]:

@@ -105,7 +105,7 @@ def test_ranks_that_skip_the_last_module_keep_the_same_groups_on_streams() -> No
     root = root_of(state_of(model))
     root.launcher.has_streams = True
     model(x)
-    assert not any(run.keep for run in root.planner._plan_of(root.planner.known, None).forward)
+    assert not any(run.keep for run in root.planner._plan_of(root.planner.last_known, None).forward)
 
 
 @pytest.mark.behaviour("C-14")
