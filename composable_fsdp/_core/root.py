@@ -247,9 +247,8 @@ class Root:
             observe(self, call.state)
         # Groups that stayed unsharded are used if they are fresh, and asked again in the next forward.
         for other in self.states.values():
-            if other.kept is not None and self.planner.is_stale(other):
-                self.launcher.free(other.group)
-                other.kept = None
+            if other.kept is not None:
+                self.free_if_stale(other)
         self.planner.begin_forward(call.state, leads_to_backward=self._grad_mode)
 
     @_hook(Hook.END_FORWARD)
@@ -477,18 +476,26 @@ class Root:
             if member.is_in_use:
                 continue
             # As the user set it, then as the plan says.
-            kind = member.options.reshard.kind
+            kind, steps = member.options.reshard.kind, self.planner.steps_at_forward
+            if member is not state and member.root is not self:  # which counts the steps of its own parameters
+                steps = member.root.planner.steps.number
             stays = kind is _NEVER or (kind is _AUTO and member is self.root_state and has_grad)
             kept = planned.keep if planned is not None and has_grad and self._grad_mode else ALONE
             if stays or (kept and member.group.name in kept and self.planner.fits(kept[member.group.name])):
-                member.note_kept(self.planner.steps_at_forward)
+                member.note_kept(steps)
             elif kind is _SMALLER and has_grad:
-                member.note_kept(self.planner.steps_at_forward)
+                member.note_kept(steps)
                 self.launcher.shrink(member.group, member.options.reshard.mesh_size)
             else:
                 self.launcher.free(member.group)
         if state.keeps_unsharded is False:
             self.launcher.free(state.group)
+
+    def free_if_stale(self, state: FSDPState) -> None:
+        """Free the parameters of ``state`` if they are kept, and their shards may have changed since."""
+        if self.planner.is_stale(state):
+            self.launcher.free(state.group)
+            state.kept = None
 
     def reduce_gradients(self, state: FSDPState, *, at_end: bool = False) -> None:
         """Reduce the gradients that autograd left on ``state``, or hold them if gradient synchronization is off.

@@ -158,6 +158,38 @@ def test_a_module_whose_gather_raised_has_one_run_in_the_plan(mesh: DeviceMesh, 
     assert root.planner.last_known.events == runs
 
 
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(RANKS, RANKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("change", ["step", "write"])
+def test_kept_parameters_of_another_root_are_gathered_again_after_a_change(mesh: DeviceMesh, change: str) -> None:
+    """The head alone runs, in evaluation: no forward of the embedding's root asks whether its parameters are stale."""
+    embedding, head = Embedding(), Embedding()
+    head.weight = embedding.weight
+    fully_shard(embedding, mesh=mesh, reshard_after_forward=False)
+    fully_shard(head, mesh=mesh, shared_from=[embedding])
+    (weight,) = embedding.parameters()
+    optimizer, x = torch.optim.SGD([weight], lr=1.0), torch.ones(1, RANKS)
+    with torch.no_grad(), Recorder() as recorder:
+        head(x)
+        head(x)
+        if change == "step":
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        else:
+            weight.zero_()
+        assert float(head(x)[0, 0]) == 0, "this rank's row is zero now, and stands for all in a group of fake ranks"
+        head(x)
+    gathers = [event for event in recorder if event.operation is Operation.UNSHARD and event.bytes]
+    assert len(gathers) == 2, "fresh ones are used as they are"
+
+
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
