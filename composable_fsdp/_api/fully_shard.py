@@ -20,7 +20,7 @@ from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import hooked_forward, install_hooks, optimizer_hooks
 from composable_fsdp._core.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp._core.params import note_replaced
-from composable_fsdp._core.seams import CLASS_MEMBERS, OBSERVERS, check_observers, outside_callers_context
+from composable_fsdp._core.seams import CLASS_MEMBERS, OBSERVERS, outside_callers_context
 from composable_fsdp._core.state import FSDPState, Options, find_ignored, find_state, state_of
 from composable_fsdp._other_names import FSDP1_ARGUMENTS
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
@@ -150,7 +150,6 @@ def fully_shard(
     # Refuse modules that cannot be sharded.
     for each in modules:
         _check_module(each)
-    check_observers()
     # Find the ranks, and what to leave alone.
     axes, full_mesh = _axes(mesh, torch_types.as_mesh_dims(dp_mesh_dims), device)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)

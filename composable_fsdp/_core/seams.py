@@ -267,17 +267,6 @@ OBSERVERS: list[Observer] = []
 """The observers of all roots that are assembled from now on."""
 
 
-def check_observers() -> None:
-    """Raise a ``TypeError`` if :data:`OBSERVERS` has something that is not an observer, for example a class."""
-    attached: list[object] = [*OBSERVERS]
-    for observer in attached:
-        if not isinstance(observer, Observer):
-            remedy = (
-                f"Append an instance: OBSERVERS.append({observer.__name__}())." if isinstance(observer, type) else ""
-            )
-            raise TypeError(f"OBSERVERS has {observer!r}, which is not an instance of Observer. {remedy}".rstrip())
-
-
 # -- The context of the caller, which hooks leave: autocast, dispatch modes, and transforms of torch.func
 
 LEFT_CONTEXTS: list[Callable[[], AbstractContextManager[None]]] = []

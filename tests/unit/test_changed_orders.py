@@ -196,7 +196,7 @@ class Parts(nn.Module):
         self.encoder, self.decoder = Chain(3), Chain(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decoder(self.encoder(x, range(3)), range(3))  # type: ignore[no-any-return]
+        return self.decoder(self.encoder(x, range(3)), range(3))
 
 
 def test_parts_that_are_called_one_after_the_other_are_prefetched_by_orders_of_their_own(mesh: DeviceMesh) -> None:
@@ -208,8 +208,9 @@ def test_parts_that_are_called_one_after_the_other_are_prefetched_by_orders_of_t
     model.set_schedule(max_fused_bytes=0)
     train(model, torch.ones(1, WIDTH))  # makes the root of both
     for _ in range(2):
+        recorder = Recorder()
         hidden = model.encoder(torch.ones(1, WIDTH), range(3))
-        with Recorder() as recorder:
+        with recorder:
             model.decoder(hidden, range(3)).sum().backward()
     seen = [str(event) for event in recorder if event.group.startswith("decoder.layers")]
     assert seen.index("unshard decoder.layers.1") < seen.index("wait decoder.layers.0"), seen

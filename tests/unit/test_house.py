@@ -24,23 +24,23 @@ HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
     ".": 655,
-    "_api": 997,
+    "_api": 968,
     "_consistency": 1056,
-    "_core": 5226,
+    "_core": 5204,
     "checkpoint": 2857,
     "cli": 364,
     "codecs": 312,
     "diagnostics": 472,
-    "init": 291,
+    "init": 289,
     "interop": 54,
     "optim": 1091,
-    "plan": 888,
+    "plan": 889,
     "plugins": 5360,
     "wrap": 195,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 19818
+MOST_CODE_OF_ALL = 19766
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""

@@ -207,13 +207,6 @@ def test_a_method_with_nearly_the_name_of_an_event_is_refused() -> None:
     type("Helper", (Observer,), {"report": lambda self: None, "_begin_forwards": lambda self: None})
 
 
-def test_a_class_in_the_list_of_observers_is_refused_with_the_remedy(attach: Callable[[Any], Any]) -> None:
-    attach(Log)
-    remedy = r"which is not an instance of Observer\. Append an instance: OBSERVERS\.append\(Log\(\)\)\.$"
-    with pytest.raises(TypeError, match=remedy):
-        fully_shard(nn.Linear(2, 2))
-
-
 def test_observers_are_told_that_a_call_leaves_backward_before_its_reduction(attach) -> None:
     class Ends(Observer):
         def __init__(self) -> None:
