@@ -51,7 +51,7 @@ OF_FSDP1 = {
 """Attributes of torch's FullyShardedDataParallel, and what replaces them."""
 
 FSDP1_ARGUMENTS = {
-    "auto_wrap_policy": "Pass policy=, which takes the same policies",
+    "auto_wrap_policy": "Pass policy=, which takes ModuleWrapPolicy, CustomPolicy, and {Block}",
     "backward_prefetch": "Leave it out: backward prefetches, and set_schedule(prefetch_limit=n) says how far",
     "cpu_offload": "Pass offload_policy=CPUOffloadPolicy()",
     "device_id": "Pass device=",

@@ -123,12 +123,16 @@ def _total_norm(inputs: Sequence[_NormInput], norm_type: float, error_if_nonfini
     here = next((local_part(tensor).device for _, tensor in inputs if tensor is not None), torch.device("cpu"))
     wide = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
     sums = [_sum_of_powers(part, order, here) for part in shards.values()]
-    total = torch.stack(sums) if sums else torch.zeros(0, 2, device=here)
+    total = torch.stack(sums)
     for device, group, indices in _all_reduces(list(shards)):
         numbers = total[indices].to(device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX if order == inf else dist.ReduceOp.SUM, group)
         total[indices] = numbers.to(here)
-    norm = _from_powers(total, order).to(torch.float64 if wide else torch.float32)
+    if order == inf:
+        norm = torch.where(total[:, 1].any(), total.new_full((), torch.nan), total[:, 0].amax())
+    else:
+        norm = total.sum().pow(1.0 / order)
+    norm = norm.to(torch.float64 if wide else torch.float32)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise GradientError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped. "
@@ -141,7 +145,7 @@ def _total_norm(inputs: Sequence[_NormInput], norm_type: float, error_if_nonfini
 
 def _by_shard_axes(inputs: Sequence[_NormInput]) -> dict[_ShardAxes, list[torch.Tensor]]:
     """Return the local tensors by the axes they are sharded over. The axes are computed once per placement."""
-    shards: dict[_ShardAxes, list[torch.Tensor]] = {}
+    shards: dict[_ShardAxes, list[torch.Tensor]] = {(): []}
     known: dict[object, tuple[list[torch.Tensor], bool]] = {}
     for like, tensor in inputs:
         placement = (like.device_mesh, like.placements) if isinstance(like, DTensor) else None
@@ -210,14 +214,6 @@ def _sum_of_powers(tensors: Sequence[torch.Tensor], order: float, device: torch.
     if order != inf:
         return stacked.pow(order).sum(0, keepdim=True)
     return torch.stack([stacked.nan_to_num(nan=0.0, posinf=inf).amax(), stacked.isnan().any().to(dtype)])
-
-
-def _from_powers(sums: torch.Tensor, order: float) -> torch.Tensor:
-    if not len(sums):
-        return sums.new_zeros(())
-    if order == inf:
-        return torch.where(sums[:, 1].any(), sums.new_full((), torch.nan), sums[:, 0].amax())
-    return sums.sum().pow(1.0 / order)
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> list[tuple[tuple[torch.device, torch.dtype], list[torch.Tensor]]]:

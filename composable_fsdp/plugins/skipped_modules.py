@@ -8,7 +8,6 @@ states wait for the end. So the sequence of collectives is the same on all ranks
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -80,7 +79,7 @@ class _CurrentForward(Observer):
                     "in which they are registered, once per forward. Register them in the order in which they run, or "
                     "shard a module that contains them instead of each."
                 )
-            _take(root, self._groups.before(state.name))
+            _take(root, self._groups.up_to(state.name, True))
         elif state.group.parameter_state is ParameterState.SHARDED and state.group.plan.specs:
             raise LifecycleError(
                 f"{state.name!r} is recomputed as part of a module around it. With set_reduce_scatter_unused_params, "
@@ -88,7 +87,7 @@ class _CurrentForward(Observer):
             )
 
     def end_run(self, root: ObservedRoot, state: FSDPState) -> None:
-        _take(root, self._groups.inside(state.name))
+        _take(root, self._groups.up_to(state.name, False))
 
     def end_forward(self, root: ObservedRoot) -> None:
         _take(root, self._groups.rest())
@@ -157,7 +156,7 @@ def _core(root: ObservedRoot) -> core.Root:
     return root
 
 
-def _take(root: ObservedRoot, skipped: Iterable[SkippedGroup]) -> None:
+def _take(root: ObservedRoot, skipped: Iterable[tuple[str, bool]]) -> None:
     for name, begins in skipped:
         state, has_grad = root.states[name], root.leads_to_backward()
         if begins:
@@ -170,57 +169,45 @@ def _take(root: ObservedRoot, skipped: Iterable[SkippedGroup]) -> None:
             _core(root).free_after_forward(state, None, has_grad=has_grad)
 
 
-class SkippedGroup(NamedTuple):
-    """The beginning of a group that this rank skips, or its end, after the groups inside it."""
-
-    group: str
-    begins: bool
-
-
 class UnusedGroups:
     """Computes the groups that this rank skips, so that it can join their collectives.
 
-    Every rank begins all groups in one order and ends each after those inside it, whatever it runs itself.
+    Every rank begins all groups in one order and ends each after those inside it, whatever it runs itself. An event is
+    a group with True for its beginning, and False for its end.
 
     Args:
         order: the groups, each before those inside it, with the number of groups inside.
     """
 
     def __init__(self, order: Sequence[tuple[str, int]]) -> None:
-        self._events: list[SkippedGroup] = []
+        self._events: list[tuple[str, bool]] = []
         """The beginnings and ends of all groups."""
         around: list[tuple[str, int]] = []
         for place, (group, inside) in enumerate(order):
             while around and around[-1][1] <= place:
-                self._events.append(SkippedGroup(around.pop()[0], begins=False))
-            self._events.append(SkippedGroup(group, begins=True))
+                self._events.append((around.pop()[0], False))
+            self._events.append((group, True))
             around.append((group, place + 1 + inside))
-        self._events += [SkippedGroup(group, begins=False) for group, _ in reversed(around)]
+        self._events += [(group, False) for group, _ in reversed(around)]
         self._index = {event: index for index, event in enumerate(self._events)}
         self._next = 0
         self._run: set[str] = set()
 
     def is_late(self, group: str) -> bool:
         """Return whether ``group``, or a later group, has begun already."""
-        return self._index.get(SkippedGroup(group, begins=True), self._next) < self._next
+        return self._index.get((group, True), self._next) < self._next
 
-    def before(self, group: str) -> list[SkippedGroup]:
-        """Begin ``group`` and return the skipped groups before it."""
-        self._run.add(group)
-        return self._up_to(SkippedGroup(group, begins=True))
-
-    def inside(self, group: str) -> list[SkippedGroup]:
-        """End ``group`` and return the skipped groups inside it."""
-        return self._up_to(SkippedGroup(group, begins=False))
-
-    def rest(self) -> list[SkippedGroup]:
-        """Return all groups that are left at the end of forward."""
-        return self._up_to(self._events[-1])
-
-    def _up_to(self, event: SkippedGroup) -> list[SkippedGroup]:
-        begin, end = self._next, self._index.get(event, -1) + 1
+    def up_to(self, group: str, begins: bool) -> list[tuple[str, bool]]:
+        """Begin ``group``, or end it, and return the events of skipped groups before that."""
+        if begins:
+            self._run.add(group)
+        begin, end = self._next, self._index.get((group, begins), -1) + 1
         self._next = max(begin, end)
-        return [each for each in self._events[begin:end] if each.group not in self._run]
+        return [each for each in self._events[begin:end] if each[0] not in self._run]
+
+    def rest(self) -> list[tuple[str, bool]]:
+        """Return the events that are left at the end of forward."""
+        return self.up_to(*self._events[-1])
 
 
 def _names_beneath(state: FSDPState) -> set[str]:

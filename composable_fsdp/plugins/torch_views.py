@@ -187,8 +187,6 @@ class ClientState:
     # -- names of the parameter group
 
     _module_fqn = property(attrgetter("_state.name"))
-    gradient_divide_factor = property(attrgetter("_state.group.reduction.divide_factor"))
-    force_sum_reduction_for_comms = property(attrgetter("_state.group.reduction.sum_only"))
 
     pre_backward = _replaceable("pre_backward")
     post_backward = _replaceable("post_backward")

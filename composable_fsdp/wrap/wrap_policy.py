@@ -19,8 +19,6 @@ PolicyLike = Policy | Collection[type[nn.Module]] | Callable[..., Any]
 """The types of ``policy=``: a policy of ours or torch's, module classes, or a :data:`Predicate`."""
 
 _STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_MIN_STACK_FRACTION = 0.01
-"""The minimum share of a model's parameters for repeated modules to become groups of their own."""
 
 
 def as_policy(policy: object) -> Policy:
@@ -121,8 +119,7 @@ def transformer_blocks() -> Policy:
     A stack is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two or more modules of one class, in which
     parameters with at least half of the elements have the same shapes. So the stages of a vision model, which differ in
     width, are no stack, but the layers within each stage are. The blocks of a stack are all modules of such a class,
-    and in a ``ModuleList`` those of other classes too. Modules within a block, such as experts, get no group. Stacks
-    with less than 1 % of the model's parameters stay with the rest.
+    and in a ``ModuleList`` those of other classes too. Modules within a block, such as experts, get no group.
 
     Raises:
         ConfigurationError: the model has no such stack; raised by ``fully_shard``.
@@ -131,16 +128,12 @@ def transformer_blocks() -> Policy:
 
 
 def _transformer_blocks(scope: Scope) -> Chosen:
-    least = _MIN_STACK_FRACTION * scope.numel(scope.model)
-    found: Chosen = {}
-    for stack in _stacks(scope.model, scope):
-        if sum(map(scope.numel, dict.fromkeys(stack))) >= least:
-            found.update({block: {} for block in stack})
+    found: Chosen = {block: {} for stack in _stacks(scope.model, scope) for block in stack}
     if not found:
         raise ConfigurationError(
             f"transformer_blocks() found no repeated blocks in {type(scope.model).__name__}: no ModuleList, "
-            "ModuleDict or Sequential in it has two modules of one class and of like shapes that hold 1 % of its "
-            "parameters. Name their class: policy={BlockClass}; or use by_size(min_parameters)."
+            "ModuleDict or Sequential in it has two modules of one class and of like shapes. "
+            "Name their class: policy={BlockClass}; or use by_size(min_parameters)."
         )
     return found
 

@@ -310,16 +310,14 @@ def test_states_groups_and_parameters_show_policy_names_and_shapes() -> None:
     model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     for each in (*model, model):
         fully_shard(each, mp_policy=policy)
-    model[1].set_gradient_divide_factor(3)
     model(torch.ones(1, 3))
     state = model[1]._get_fsdp_state()
     group = state._fsdp_param_group
     weight, bias = group.fsdp_params
     assert state._mp_policy == policy == group.mp_policy
     assert (group._module_fqn, weight._param_fqn, bias._param_fqn) == ("1", "weight", "bias")
-    assert (group.gradient_divide_factor, group.force_sum_reduction_for_comms) == (3, False)
     assert (weight._orig_dtype, weight._orig_size, bias.sharded_size) == (torch.float32, (2, 5), (2,))
-    for view, name in ((group, "gradient_divide_factor"), (state, "_mp_policy"), (weight, "_param_fqn")):
+    for view, name in ((group, "_module_fqn"), (state, "_mp_policy"), (weight, "_param_fqn")):
         text = (
             rf"^{name} of torch's FSDP2 cannot be set here\. Use the methods of the module: the table in docs/upstream"
         )

@@ -30,14 +30,14 @@ def run(tree: Tree, runs: set[str]) -> list[str]:
     def walk(place: int) -> None:
         name, inside = tree[place]
         if name in runs:
-            events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in groups.before(name))
+            events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in groups.up_to(name, True))
             events.append(f"begin {name}")
         child = place + 1
         while child <= place + inside:
             walk(child)
             child += 1 + tree[child][1]
         if name in runs:
-            events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in groups.inside(name))
+            events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in groups.up_to(name, False))
             events.append(f"end {name}")
 
     walk(0)
@@ -55,8 +55,8 @@ def test_ranks_that_run_different_groups_perform_the_same_actions(tree: Tree, da
 
 def test_a_group_passed_without_running_is_late() -> None:
     groups = UnusedGroups([("root", 2), ("a", 0), ("b", 0)])
-    groups.before("root")
-    assert [skipped.group for skipped in groups.before("b")] == ["a", "a"]
+    groups.up_to("root", True)
+    assert [group for group, _ in groups.up_to("b", True)] == ["a", "a"]
     assert groups.is_late("a")
     assert groups.is_late("b")
     assert not UnusedGroups([("root", 0)]).is_late("elsewhere")
