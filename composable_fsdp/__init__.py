@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from composable_fsdp.optim.muon import Muon
     from composable_fsdp.optim.offload_optimizer import offload_optimizer
     from composable_fsdp.optim.owner_step import owner_step
-    from composable_fsdp.plugins.codecs.communication_state import CommunicationState
     from composable_fsdp.plugins.full_params import unsharded_params
     from composable_fsdp.plugins.weight_stream.changed_params import stream_changed_params
     from composable_fsdp.plugins.weight_stream.copies import copy_params
@@ -61,7 +60,6 @@ __all__ = [
     "CPUOffloadPolicy",
     "Cast",
     "CommunicationPolicy",
-    "CommunicationState",
     "DataParallelMeshDims",
     "DivergenceError",
     "ErrorFeedback",
@@ -129,7 +127,6 @@ _ON_FIRST_USE = FirstUse(
         "optim.muon": "Muon",
         "optim.offload_optimizer": "offload_optimizer",
         "optim.owner_step": "owner_step",
-        "plugins.codecs.communication_state": "CommunicationState",
         "plugins.full_params": "unsharded_params",
         "plugins.weight_stream.changed_params": "stream_changed_params",
         "plugins.weight_stream.copies": "copy_params",
@@ -150,6 +147,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("FSDP", "FullyShardedDataParallel"), _IN_PLACE),
     "communication_report": "is gone: events of composable_fsdp.trace.Recorder have the bytes of each group, with and "
     "without codecs",
+    "CommunicationState": "is gone: leave it out, only the error of one step is lost",
     "tie_groups": "is gone: name the owner of the parameters, fully_shard(head, shared_from=[embedding])",
     "reload_optimizer": "is gone: load the state dict of the offloaded optimizer into a new one",
     "apply_to_full_params": "is gone: for each sharded module, change its parameters inside of "

@@ -25,6 +25,8 @@ UNSUPPORTED = {
 _ADMIT = "leave it out, and admit classes with torch.serialization.add_safe_globals before save and load."
 _AVERAGED = "an AveragedModel of torch is saved and loaded as a model, in a folder of its own: save(folder, averaged)."
 REMOVED_KEYWORDS = {
+    ("CommunicationPolicy", "all_reduce"): "sums over the replicate axis are not encoded. Leave it out, or shard over "
+    "all ranks.",
     ("ErrorFeedback", "reset_every"): "with decay= old errors fade.",
     ("Muon", "adamw"): 'put these parameters into a group with "algorithm": "adamw" and the settings of AdamW.',
     ("owner_step", "cost"): "leave it out: owners are balanced by the shapes of parameters.",

@@ -94,7 +94,6 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.captured_passes import CapturedPasses
     from composable_fsdp.plugins.checks.model_check import Values, differing_starts, start_details
     from composable_fsdp.plugins.checks.writes import unchecked
-    from composable_fsdp.plugins.codecs.encoded_reduce import EncodedReduce
     from composable_fsdp.plugins.custom_comm import Pooled
     from composable_fsdp.plugins.explain_errors import explanation_of
     from composable_fsdp.plugins.extensions.extension_bucket import ExtendedBucket

@@ -177,7 +177,7 @@ class BucketReducer:
             gradient_dtype = reduce(torch.promote_types, dtypes or [sum_dtype])
         wire_dtype = sum_dtype if were_summed else plan.wire_dtype
         # A codec makes its own message.
-        if self.own is not None and self.own.row_bytes is not None:
+        if self.own is not None:
             output = torch.empty(layout.output.numel, dtype=sum_dtype, device=self.device)
             # Fill the alignment gap too: an all-reduce over the replicate axis reads it.
             self._flag(output[layout.flags_offset : layout.packed_numel].unsqueeze(0), present)
@@ -407,29 +407,12 @@ class Message(Protocol):
         """Sum the received ``rows``, of the same form."""
 
 
-class OwnAllReduce(Protocol):
-    """An all-reduce of one bucket in two halves: a message is exchanged and summed, then the sums are gathered."""
-
-    @property
-    def message(self) -> Message: ...
-
-    def gather(self, communicator: Communicator) -> Transfer:
-        """Return the transfer of the all-gather of the sums."""
-
-    def finish(self) -> None:
-        """Read the gathered sums."""
-
-
 class OwnReduce(Protocol):
     """The messages of one bucket whose gradients a kind sums. They are in fp32 and packed, with flags behind them."""
 
     @property
-    def row_bytes(self) -> int | None:
-        """The bytes sent to each rank of the shard axis, or ``None`` for a reduce-scatter of the communicator."""
-
-    @property
-    def all_reduce_bytes(self) -> int | None:
-        """The bytes of an all-reduce over the replicate axis, or ``None`` for one of the communicator."""
+    def row_bytes(self) -> int:
+        """The bytes sent to each rank of the shard axis."""
 
     @property
     def remembers(self) -> bool:
@@ -439,9 +422,6 @@ class OwnReduce(Protocol):
         self, bucket: BucketReducer, gradients: list[torch.Tensor | None], buffers: ReduceScatterBuffers
     ) -> Message:
         """Return the message over the shard axis. Reading it writes sums and flags to the output of ``buffers``."""
-
-    def all_reduce(self, bucket: BucketReducer, buffers: ReduceScatterBuffers) -> OwnAllReduce | None:
-        """Return the all-reduce of the output over the replicate axis."""
 
 
 class ReduceKind(Hashable, Protocol):
@@ -518,29 +498,24 @@ def stages_of(
         return [Stage(streams.reduce, steps.reduce_scatter, steps.keep_partial_sum)]
     if all(each.bucket.pgs.axes.replicate.size == 1 for each in reductions):
         return [Stage(streams.reduce, steps.reduce_scatter, steps.finish_unreplicated)]
-    # Then over the replicate axis, in two stages where messages are not summed by the communicator.
+    # Then over the replicate axis.
     first = Stage(streams.reduce, steps.reduce_scatter, steps.finish_exchanges)
-    owns = [each.bucket.own for each in reductions]
-    if not any(own is not None and own.all_reduce_bytes is not None for own in owns):
-        return [first, Stage(streams.replicate, steps.all_reduce, steps.finish)]
-    all_reduce = Stage(streams.replicate, steps.all_reduce, steps.finish_exchanges)
-    return [first, all_reduce, Stage(streams.replicate, steps.gather_own_sums, steps.finish)]
+    return [first, Stage(streams.replicate, steps.all_reduce, steps.finish)]
 
 
 class _HybridReduce:
     """The collectives of a reduction and the work after each of them.
 
-    In this order: ``reduce_scatter``, then ``all_reduce`` if there is a replicate axis, then ``gather_own_sums`` if a
-    bucket has an all-reduce of its own. After each, one of the methods that use its result.
+    In this order: ``reduce_scatter``, then ``all_reduce`` if there is a replicate axis. After each, one of the methods
+    that use its result.
     """
 
     def __init__(self, reductions: Sequence[BucketReduction], device: torch.device, name: str) -> None:
         self._reductions = reductions
         self._name = name
-        self._device = device
         messages = [(r.bucket.pgs.exchange, r.buffers.message) for r in reductions if r.buffers.message is not None]
-        self._exchanges = _exchanges(messages, device) if messages else []
-        self._own_all_reduces: list[tuple[Communicator, OwnAllReduce]] = []
+        by_communicator = group_by_key([c for c, _ in messages], [message for _, message in messages])
+        self._exchanges = [Exchange(members, communicator, device) for communicator, members in by_communicator]
 
     def reduce_scatter(self) -> Work:
         label = f"reduce-scatter of {self._name}"
@@ -555,7 +530,7 @@ class _HybridReduce:
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 
     def finish_exchanges(self) -> None:
-        """Sum what was received. Those of earlier stages have done so, and stay alive with their messages."""
+        """Sum what was received. The messages stay alive."""
         for exchange in self._exchanges:
             exchange.finish()
 
@@ -570,21 +545,9 @@ class _HybridReduce:
         label = f"all-reduce of {self._name}"
         for bucket, reduction, buffers, *_ in self._reductions:
             bucket.add_partial_sum(buffers)  # here, so that replicas sum it too
-            own = None if bucket.own is None else bucket.own.all_reduce(bucket, buffers)
-            if own is None:
-                transfers = [Transfer(buffers.output, buffers.output)]
-                works.append(bucket.pgs.replicate.launch(Collective.ALL_REDUCE, transfers, label, reduction.op))
-            else:
-                self._own_all_reduces.append((bucket.pgs.replicate, own))
-        own_sums = _exchanges([(c, each.message) for c, each in self._own_all_reduces], self._device)
-        self._exchanges += own_sums
-        return WorkList((*works, *(exchange.launch(label) for exchange in own_sums)))
-
-    def gather_own_sums(self) -> Work:
-        label = f"all-gather of sums of {self._name}"
-        grouped = group_by_key(*zip(*self._own_all_reduces, strict=True))
-        transfers = [(c, [own.gather(c) for own in members]) for c, members in grouped]
-        return WorkList(tuple(c.launch(Collective.ALL_GATHER, of_one, label) for c, of_one in transfers))
+            transfers = [Transfer(buffers.output, buffers.output)]
+            works.append(bucket.pgs.replicate.launch(Collective.ALL_REDUCE, transfers, label, reduction.op))
+        return WorkList(tuple(works))
 
     def finish_unreplicated(self) -> list[ReducedBucket]:
         self.finish_exchanges()
@@ -594,9 +557,6 @@ class _HybridReduce:
 
     def finish(self) -> list[ReducedBucket]:
         """Return the gradients. Partial sums are in them: one that is kept now is of a later backward."""
-        self.finish_exchanges()
-        for _, own in self._own_all_reduces:
-            own.finish()
         reduced = []
         for bucket, reduction, buffers, hook, divides_first in self._reductions:
             if hook is not None:
@@ -638,8 +598,3 @@ class Exchange:
             return
         for message, columns in zip(self._messages, self._columns, strict=True):
             message.read(received.view(self._shape)[:, columns])
-
-
-def _exchanges(messages: Sequence[tuple[Communicator, Message]], device: torch.device) -> list[Exchange]:
-    by_communicator = group_by_key([c for c, _ in messages], [message for _, message in messages])
-    return [Exchange(members, communicator, device) for communicator, members in by_communicator]

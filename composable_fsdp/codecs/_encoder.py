@@ -62,46 +62,29 @@ class Encoder:
         """The number of bytes of an encoded row."""
         return self._codec.payload_bytes(self.numel)
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor, absent: torch.Tensor | None = None) -> None:
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """Encode ``values``, ``(num_rows, numel)`` fp32, into ``out``, ``(num_rows, row_bytes)`` uint8.
 
-        ``values`` is overwritten; ``out`` may be strided along dim 0. Where ``absent``, bool and of the same shape, is
-        true, the residual is not added but kept: receivers drop values of parameters without a gradient on any rank.
+        ``values`` is overwritten; ``out`` may be strided along dim 0.
         """
         feedback = self._feedback
         old, new = self._begin_reduction(values.device) if feedback is not None else (values, values)
         for rows in row_runs(self.num_rows, self.numel):
-            run, kept = values[rows], None
+            run = values[rows]
             if feedback is not None:
-                residual = feedback.keep.decode(old[rows], self.numel)
-                if absent is not None:
-                    kept = residual.masked_fill(~absent[rows], 0.0)
-                    residual = residual - kept
-                run.add_(residual, alpha=feedback.decay)
+                run.add_(feedback.keep.decode(old[rows], self.numel), alpha=feedback.decay)
             payload = encode_rows(self._codec, run)
             out[rows] = payload
             if feedback is not None:
                 lost = run.sub_(self._codec.decode(payload, self.numel)).nan_to_num_(0.0, 0.0, 0.0)
-                if kept is not None:
-                    lost += kept
                 new[rows] = feedback.keep.encode(lost)
-
-    def decode(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the ``(any, numel)`` fp32 values of encoded rows."""
-        if not self.numel:  # rows without bytes are not aligned
-            return payload.new_empty(payload.size(0), 0, dtype=torch.float32)
-        return self._codec.decode(payload, self.numel)
 
     def decode_sum(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         """Write the sum of encoded rows into ``out``, ``(numel,)`` fp32, summed in fp32 in the order of rows."""
-        first = True
-        for rows in row_runs(payload.size(0), self.numel):
-            for values in self.decode(payload[rows]):
-                if first:
-                    out.copy_(values)
-                else:
-                    out.add_(values)
-                first = False
+        out.zero_()
+        for rows in row_runs(payload.size(0), self.numel) if self.numel else ():  # rows without bytes are not aligned
+            for values in self._codec.decode(payload[rows], self.numel):
+                out.add_(values)
 
     # -- error feedback
 
@@ -110,16 +93,10 @@ class Encoder:
         """True if a residual is kept from step to step."""
         return self._feedback is not None
 
-    def residual(self, device: torch.device) -> torch.Tensor:
-        """Return the residual in its encoded form, without an uncommitted step: ``(num_rows, bytes)`` uint8.
-
-        It decodes to zeros if nothing was encoded so far.
-        """
-        return self._residual_on(device) if self._before_step is None else self._before_step
-
-    def restore(self, residual: torch.Tensor) -> None:
-        """Continue from the ``residual`` of :meth:`residual`."""
-        self._residual, self._before_step = residual.clone(), None
+    @property
+    def has_changed(self) -> bool:
+        """True if something was encoded with error feedback since the last :meth:`commit` or :meth:`roll_back`."""
+        return self._before_step is not None
 
     def commit(self) -> None:
         """End a step: keep its residual and release the one from before it."""
@@ -135,14 +112,11 @@ class Encoder:
 
         They are the same from the second reduction of a step on.
         """
-        old = self._residual_on(device)
-        if self._before_step is None:
-            self._before_step, self._residual = old, torch.empty_like(old)
-        return old, self._residual_on(device)
-
-    def _residual_on(self, device: torch.device) -> torch.Tensor:
-        assert self._feedback is not None, "asked only where the encoder remembers"
+        assert self._feedback is not None, "called only with error feedback"
         if self._residual is None:
             zeros = torch.zeros(1, self.numel, dtype=torch.float32, device=device)
             self._residual = self._feedback.keep.encode(zeros).repeat(self.num_rows, 1)
-        return self._residual
+        old = self._residual
+        if self._before_step is None:
+            self._before_step, self._residual = old, torch.empty_like(old)
+        return old, self._residual

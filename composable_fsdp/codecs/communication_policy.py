@@ -28,9 +28,6 @@ class CommunicationPolicy:
         reduce_scatter: the codec of gradients over the shard axis, or ``ErrorFeedback`` of one. Each rank encodes a
             message for each other rank, and sums the messages that it receives in fp32, in the order of ranks; the
             policy's ``reduce_dtype`` has no effect then. ``None`` sends gradients in the reduce dtype.
-        all_reduce: the same over the replicate axis of a hybrid mesh. The sums of the shard axis are encoded twice: for
-            the reduction and for the all-gather of its result. This axis is between hosts, so its codec is often the
-            coarser.
         min_numel: parameters with fewer elements, such as norms and biases, are not encoded.
 
     Codecs decode to fp32: float64 parameters are rounded to that on the wire, and their gradients are summed in it.
@@ -38,7 +35,6 @@ class CommunicationPolicy:
 
     all_gather: Codec | None = None
     reduce_scatter: GradientCodec | None = None
-    all_reduce: GradientCodec | None = None
     min_numel: int = 4096
 
     def __post_init__(self) -> None:
@@ -51,7 +47,7 @@ class CommunicationPolicy:
                 "CommunicationPolicy(all_gather=ErrorFeedback(...)) makes no sense: parameters are sent anew each "
                 "time, so no error piles up. Give the codec alone."
             )
-        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        for name in ("all_gather", "reduce_scatter"):
             codec = without_feedback(getattr(self, name))
             if codec is not None:
                 check_codec(f"CommunicationPolicy({name}=...)", codec)

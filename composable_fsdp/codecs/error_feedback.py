@@ -22,14 +22,14 @@ class ErrorFeedback:
     """Adds the error of ``codec`` so far to each gradient, so that errors cancel instead of adding up.
 
     Each rank encodes ``gradient + decay * residual`` and keeps the error of that as the new residual (Seide et al.
-    2014; Karimireddy et al. 2019, arXiv:1901.09847). A residual that is not finite, after an overflow, is dropped. That
-    of a parameter without a gradient is kept until the parameter has one.
+    2014; Karimireddy et al. 2019, arXiv:1901.09847). A residual that is not finite, after an overflow, is dropped.
+    So is that of a parameter without a gradient.
 
     On each rank, the residual of a reduce-scatter has as many values as the group's full gradients, encoded by
     ``keep``: by default a byte each and 4 bytes per block of 256. From the reduction in backward until the forward of
     the next step it takes that twice, so that a failed step can be undone (``reset_iter_state``). It starts from zero
     when ``requires_grad`` changes, when local tensors are replaced (``to``, ``to_empty``, loading with ``assign``) and
-    in copies of the module. To save it with a checkpoint see :class:`composable_fsdp.CommunicationState`.
+    in copies of the module. Checkpoints leave it out: only the error of one step is lost.
 
     Args:
         codec: the codec of the sum of gradient and residual.

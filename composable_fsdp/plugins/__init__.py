@@ -72,8 +72,7 @@ from composable_fsdp.plugins.checks.optimizer_checks import OptimizerChecks
 from composable_fsdp.plugins.checks.requested_gradients import RequestedGradients
 from composable_fsdp.plugins.checks.writes import UnshardedWrites, VersionCheck
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
-from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients
-from composable_fsdp.plugins.codecs.residuals import Residuals
+from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients, Residuals
 from composable_fsdp.plugins.dynamo import DynamoDisabled, ManagedModules
 from composable_fsdp.plugins.explain_errors import ExplainedErrors, explained_methods
 from composable_fsdp.plugins.extensions.extension_bucket import Extensions

@@ -243,7 +243,7 @@ def _set_optimizer_event(model: Any) -> None:
 
 BF16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 INT8 = CommunicationPolicy(all_gather=Int8(), reduce_scatter=ErrorFeedback(Int8()), min_numel=1)
-INT8_SUMS = CommunicationPolicy(reduce_scatter=Int8(), all_reduce=Int8(), min_numel=1)
+INT8_SUMS = CommunicationPolicy(reduce_scatter=Int8(), min_numel=1)
 
 
 def _shard_with_weights_on_the_host(module: nn.Module, **options: Any) -> nn.Module:
@@ -281,7 +281,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "values of rank 0": {"sync_module_states": True},
     "own optimizer event": {"prepare": _set_optimizer_event, "between": _set_optimizer_event},
     "int8 both ways": {"comm_policy": INT8},
-    "int8 all-reduce": {"comm_policy": INT8_SUMS},
+    "int8 sums": {"comm_policy": INT8_SUMS},
     "hook": {"prepare": _hook},
     "extension": {"kind": Pair},
     "after exceptions": {"prepare": _unfuse, "between": _fail},

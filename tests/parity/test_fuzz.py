@@ -37,7 +37,7 @@ from tests._internals import (
     Bucket,
     BucketReducer,
     CachedMessage,
-    EncodedReduce,
+    Encoder,
     ModelParallel,
     OptimizerSteps,
     ParamGroup,
@@ -328,10 +328,9 @@ def forget_held_gradients(self: ParamGroup, *args: object) -> object:
     return None
 
 
-def forget_residuals(self: EncodedReduce, *args: object) -> object:
+def forget_residuals(self: Encoder, *args: object) -> object:
     ORIGINALS["commit"](self, *args)
-    for encoder in self.encoders.values():
-        encoder._residual = None
+    self._residual = None
     return None
 
 
@@ -366,7 +365,7 @@ BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
     "finish": (BucketReducer, forget_to_divide, "backward all", SOCKETS),
     "end_backward": (Root, forget_kept_groups, "keep always", SOCKETS),
     "hold_gradients": (ParamGroup, forget_held_gradients, "hold all", SOCKETS),
-    "commit": (EncodedReduce, forget_residuals, "error feedback", SOCKETS),
+    "commit": (Encoder, forget_residuals, "error feedback", SOCKETS),
     "prepare_gather": (Bucket, leave_out_a_rank, "Shard(d), d > 0", SOCKETS),
     "pack": (CachedMessage, leave_out_a_cached_rank, "backward all", SOCKETS),
     "local_gradient": (ModelParallel, divide_replicated_gradients, "dp_mesh_dims, gradients replicated", SOCKETS),

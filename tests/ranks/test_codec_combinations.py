@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import (
     Cast,
     CommunicationPolicy,
-    CommunicationState,
-    ErrorFeedback,
     Float8,
     Int8,
     describe,
@@ -31,7 +29,6 @@ from tests._internals import (
     take_gradients,
 )
 from tests.helpers.run_ranks import on_ranks, run_ranks
-from tests.helpers.transports import SOCKETS
 
 EXACT = Cast(torch.float32)
 
@@ -201,19 +198,6 @@ def test_gradients_are_encoded_on_the_current_stream_and_freed_before_communicat
         model = fully_shard(nn.Linear(6, 5), comm_policy=CommunicationPolicy(reduce_scatter=Int8(), min_numel=1))
         backward(model)
     assert happened == ["encode", "reduce"]
-
-
-@pytest.mark.behaviour("E-09")
-@on_ranks(2, environment=SOCKETS)
-def test_residuals_of_several_roots_in_one_module_have_names_of_their_own() -> None:
-    policy = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int8()), min_numel=100)
-    model = layers(policy, root=False)
-    backward(model)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()  # until then the state is that from before the step
-    state = CommunicationState(model).state_dict()
-    assert list(state) == ["0.weight.shard", "2.weight.shard"]
-    for entry in state.values():
-        assert entry["residual"].to_local().any()
 
 
 class Rooted(nn.Module):

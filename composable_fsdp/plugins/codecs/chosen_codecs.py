@@ -49,7 +49,7 @@ def resolved(codec: AnyCodec, parameter: ShardedParameter) -> AnyCodec:
 def name_of_own_bucket(parameter: ShardedParameter) -> str:
     """Return the name if padding in a shared message would shift the rows that a row-wise codec counts."""
     chosen = policy_of(parameter)
-    codecs = (chosen.all_gather, *map(without_feedback, (chosen.reduce_scatter, chosen.all_reduce)))
+    codecs = chosen.all_gather, without_feedback(chosen.reduce_scatter)
     shifts = prod(_padded_shape(parameter)) % ALIGNMENT_BYTES != 0
     return parameter.name if shifts and any(isinstance(codec, CodecPerParameter) for codec in codecs) else ""
 

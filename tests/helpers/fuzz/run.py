@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 # Residuals are kept exactly: what ``Int8`` rounds would depend on the largest value of a block of a bucket.
 _BF16 = ErrorFeedback(Cast(), keep=Cast(torch.float32))
-FEEDBACK = CommunicationPolicy(reduce_scatter=_BF16, all_reduce=_BF16, min_numel=1)
+FEEDBACK = CommunicationPolicy(reduce_scatter=_BF16, min_numel=1)
 
 
 @dataclass
