@@ -34,7 +34,7 @@ from composable_fsdp.policies import (
 )
 
 if TYPE_CHECKING:
-    from composable_fsdp.codecs.communication_policy import CommunicationFunction, CommunicationPolicy
+    from composable_fsdp.codecs.communication_policy import CommunicationPolicy
     from composable_fsdp.wrap.wrap_policy import PolicyLike
 
 __all__ = ["fully_shard", "register_fsdp_forward_method"]
@@ -59,7 +59,7 @@ def fully_shard(
     device: torch.device | str | int | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shared_from: Sequence[nn.Module] = (),
-    comm_policy: CommunicationPolicy | CommunicationFunction | None = None,
+    comm_policy: CommunicationPolicy | None = None,
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], object] | None = None,
     **unknown: NoReturn,
@@ -109,7 +109,7 @@ def fully_shard(
         shared_from: sharded modules that own parameters which ``module`` uses too, such as a tied embedding. These
             parameters stay in their group, which is unsharded together with this one. Modules that contain ``module``
             need not repeat it.
-        comm_policy: codecs for the group's parameters and gradients, or a function from a parameter to its codecs.
+        comm_policy: codecs for the group's parameters and gradients.
         sync_module_states: first overwrite the parameters of this call, and all buffers, with those of the first rank
             of the mesh, so that ranks with different seeds start equal.
         param_init_fn: called before sharding with each module that has parameters or buffers of its own on the meta
@@ -162,11 +162,12 @@ def fully_shard(
             materialize_meta(each, param_init_fn, ignored)
     with outside_callers_context():
         # Find the parameters that no call took.
-        codecs_of = None
         if comm_policy is not None:
-            from composable_fsdp.codecs.communication_policy import communication_of
+            from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 
-            codecs_of = communication_of(comm_policy)
+            if not isinstance(comm_policy, CommunicationPolicy):
+                raise ArgumentTypeError(f"comm_policy must be a CommunicationPolicy, not {comm_policy!r}.")
+            comm_policy = None if comm_policy == CommunicationPolicy() else comm_policy
         below = [nested for each in modules for nested in each.modules()]
         discovery = ParamDiscovery(
             axes=axes,
@@ -175,7 +176,7 @@ def fully_shard(
             ignored=ignored.parameters,
             device_given=device is not None,
             owner_states=list(dict.fromkeys(map(state_of, shared_from))),
-            communication_of=codecs_of,
+            communication=comm_policy,
             offload=offload,
             precision=precision,
         )

@@ -49,7 +49,7 @@ class ParamDiscovery:
         ignored: ids of parameters to skip.
         device_given: True if the user named the device, so that parameters are moved there from any other device.
         owner_states: FSDP states whose parameters these modules may use too.
-        communication_of: returns the codecs of each parameter; ``None`` if there are none.
+        communication: the codecs of the parameters; ``None`` if there are none.
         offload: the policy of all parameters, or those of parameters by name.
         precision: the policy of the call.
     """
@@ -60,7 +60,7 @@ class ParamDiscovery:
     ignored: Collection[int]
     device_given: bool
     owner_states: Sequence[FSDPState]
-    communication_of: Callable[[nn.Parameter], Hashable | None] | None
+    communication: Hashable | None
     offload: OffloadPolicy | Mapping[str, OffloadPolicy]
     precision: MixedPrecisionPolicy
     _axes_of: dict[tuple[DeviceMesh, str, float | None], DataParallelAxes] = field(default_factory=dict)
@@ -83,17 +83,14 @@ class ParamDiscovery:
                     continue
                 found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
         self._check_devices({name: parameter for name, _, parameter, _ in found.values()}, modules)
-        offloads, codecs_of = (
-            offloads_of(self.offload, [name for name, *_ in found.values()]),
-            self.communication_of,
-        )
+        offloads = offloads_of(self.offload, [name for name, *_ in found.values()])
         return [
             ParameterSource(
                 name,
                 parameter,
                 tuple(owners),
                 self._sharding(name, parameter, module_name),
-                None if codecs_of is None else codecs_of(parameter),
+                self.communication,
                 offloads[name],
                 self.precision.of_parameter(name, parameter),
             )

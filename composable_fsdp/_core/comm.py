@@ -202,22 +202,32 @@ class Around:
         return f"{type(self).__name__}({self.base!r})"
 
 
-class GroupReference:
-    """A weak reference to a process group. Torch owns the group, until the program destroys it."""
+class OverGroup:
+    """What communicators over a process group have. They refer to it weakly: torch owns it until it is destroyed."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks = ref(group), dist.get_process_group_ranks(group)
+        self._group, self.name = ref(group), group.group_name
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.rank, self.size = dist.get_rank(group), len(self.ranks)
 
-    def __call__(self) -> dist.ProcessGroup:
-        """Return the process group.
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
 
         Raises:
             PeerError: it was destroyed.
         """
         group = self._group()
         if group is None:
-            raise PeerError(f"the process group of ranks {self._ranks} was destroyed, so nothing can be sent over it.")
+            ranks = list(self.ranks)
+            raise PeerError(f"the process group of ranks {ranks} was destroyed, so nothing can be sent over it.")
         return group
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.size})"
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 def is_over_group(communicator: object) -> TypeGuard[GroupCommunicator]:
@@ -278,21 +288,19 @@ DONE = WorkList(())
 """The work of an operation that is done, or on the current stream: what comes after it there runs after it."""
 
 
-class ProcessGroupCommunicator:
+class ProcessGroupCommunicator(OverGroup):
     """Collectives of ``group`` for tensors on ``device_type``."""
 
     generation = 0
     """Always the first connection: only the owner of a process group can connect it anew."""
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
-        self._group, self.name = GroupReference(group), group.group_name
+        super().__init__(group)
         self._has_streams = device_capabilities(torch.device(device_type)).has_streams
         self._backend = backend_capabilities(group, device_type)
         # On streams, a collective of NCCL runs on the stream that launches it; gloo runs in threads of its own.
         self._async_op = not (self._has_streams and self._backend.is_native)
         """False if a collective runs on the stream that launches it, with that stream's priority, as from FSDP2."""
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.ranks = tuple(dist.get_process_group_ranks(group))
         one_by_one = min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
         self.traits = Traits(
             averages=self._backend.averages,
@@ -304,19 +312,12 @@ class ProcessGroupCommunicator:
         self.launched = 0
         self._broken = ""
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self._group()
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend.name}, rank {self.rank} of {self.size})"
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
-
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         self.check()
-        self.launched, group, async_op = self.launched + 1, self._group(), self._async_op
+        self.launched, group, async_op = self.launched + 1, self.group, self._async_op
         # Send what the backend cannot, as bytes.
         pairs = [pair if pair[1].dtype in _DTYPES else _in_known_dtype(kind, *pair) for pair in transfers]
         started: list[Any] = []

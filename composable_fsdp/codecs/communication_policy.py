@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from torch import nn
 
 from composable_fsdp.codecs._encoder import GradientCodec
 from composable_fsdp.codecs.error_feedback import ErrorFeedback, without_feedback
 from composable_fsdp.codecs.protocol import Codec, check_codec
-from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.policies import checks_keywords
 
 
@@ -51,22 +48,3 @@ class CommunicationPolicy:
             codec = without_feedback(getattr(self, name))
             if codec is not None:
                 check_codec(f"CommunicationPolicy({name}=...)", codec)
-
-
-CommunicationFunction = Callable[[nn.Parameter], CommunicationPolicy | None]
-
-
-def communication_of(given: CommunicationPolicy | CommunicationFunction) -> CommunicationFunction:
-    """Return the function from a parameter to its codecs that ``comm_policy=`` means; ``None`` for no codecs."""
-    if isinstance(given, CommunicationPolicy):
-        return lambda _: None if given == CommunicationPolicy() else given
-    if not callable(given):
-        raise ArgumentTypeError(
-            f"comm_policy must be a CommunicationPolicy, or a function of a parameter that returns one, not {given!r}."
-        )
-
-    def of_parameter(parameter: nn.Parameter) -> CommunicationPolicy | None:
-        policy = given(parameter)
-        return None if policy == CommunicationPolicy() else policy
-
-    return of_parameter

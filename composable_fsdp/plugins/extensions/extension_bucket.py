@@ -52,12 +52,11 @@ class Extensions(GatherKind):
         is_alone = p.sharding.axes.shard.size == 1 and self.group.rest_device_of(p) == self.group.device
         may_view = is_alone and p.compute_dtype == p.dtype and not p.sharded.requires_grad
         found = (find_view(p) if may_view and not p.local.is_meta else None) or find_extension(p)
-        has_view_alone = found is None and VIEW_HOOK in self._hooks[p] and is_wrapper(p.local)
-        if has_view_alone and not (may_view and p.local.is_meta):
+        if found is None and VIEW_HOOK in self._hooks[p] and is_wrapper(p.local) and not (may_view and p.local.is_meta):
             raise ParameterError(
-                f"parameter {p.name!r} is a {type(p.local).__name__} with fsdp_get_unsharded_view, which serves "
-                "frozen parameters on one rank, in their own dtype and not offloaded, if it does not return None. "
-                "Let it bring fsdp_pre_all_gather and fsdp_post_all_gather too, which serve all others."
+                f"parameter {p.name!r} is a {type(p.local).__name__} with fsdp_get_unsharded_view, which serves frozen "
+                "parameters on one rank, in their own dtype and not offloaded, if it does not return None. Let it have "
+                "fsdp_pre_all_gather and fsdp_post_all_gather too."
             )
         return found or PlainExtension(p.name, p.local, p.dim, p.compute_dtype)
 
@@ -77,7 +76,7 @@ class Extensions(GatherKind):
     def before_replacement(self, parameter: ShardedParameter, local: torch.Tensor) -> None:
         lost = self._hooks.get(parameter, frozenset()) - hooks_of(local)
         if lost:
-            how = "it was replaced after fully_shard (to_empty, to or load_state_dict(assign=True)) by"
+            how = "replaced after fully_shard (to_empty, to or load_state_dict(assign=True))"
             warn_of_lost_hooks(parameter.name, parameter.local, local, lost, how)
 
     @staticmethod
@@ -91,8 +90,7 @@ class Extensions(GatherKind):
         if hooks_of(local) and not hooks_of(copy):
             raise ConfigurationError(
                 f"the local tensor of parameter {name!r} has all-gather hooks hung on it, which know this tensor and "
-                "not a copy. Use a tensor class with these methods, or hang hooks on a second model that you build and "
-                "load."
+                "not a copy. Use a tensor class with these methods, or build and load a second model."
             )
 
 
@@ -103,6 +101,10 @@ def _keeps_class(tensor: torch.Tensor) -> bool:
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of one input."""
+
+
+def _specs(inputs: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
+    return tuple((tuple(t.shape), t.dtype) for t in inputs)
 
 
 @dataclass
@@ -189,16 +191,16 @@ class ExtendedBucket:
             self._agree(payloads)
         sent = []
         for gathered, payload in zip(self._gathered, payloads, strict=True):
-            gathered.metadata = payload.metadata
-            self._check_unchanged(gathered, payload)
-            for j, tensor in enumerate(payload.inputs):
+            inputs, gathered.metadata = payload
+            self._check_unchanged(gathered, inputs)
+            for j, tensor in enumerate(inputs):
                 largest = max(prod(specs[j][0]) for specs in gathered.specs)
                 sent.append(_padded(tensor.detach().view(-1).to(self._device), largest))
         return AllGatherBuffers([], sent)
 
     def _agree(self, payloads: Sequence[Payload]) -> None:
         """Learn what every rank sends, and raise on all ranks if the inputs do not fit together."""
-        own = [tuple((tuple(t.shape), t.dtype) for t in payload.inputs) for payload in payloads]
+        own = [_specs(inputs) for inputs, _ in payloads]
         of_ranks = gather_objects(own, self.pgs.axes.shard)
         for gathered, *specs in zip(self._gathered, *of_ranks, strict=True):
             gathered.specs = specs
@@ -210,9 +212,8 @@ class ExtendedBucket:
                     "differ in dim 0 only."
                 )
 
-    def _check_unchanged(self, gathered: _Gathered, payload: Payload) -> None:
-        known = gathered.specs[self.pgs.axes.shard.rank]
-        now = tuple((tuple(t.shape), t.dtype) for t in payload.inputs)
+    def _check_unchanged(self, gathered: _Gathered, inputs: Sequence[torch.Tensor]) -> None:
+        known, now = gathered.specs[self.pgs.axes.shard.rank], _specs(inputs)
         if now != known:
             raise ParameterError(
                 f"fsdp_pre_all_gather of parameter {gathered.extension.name!r} returned inputs of {now}, after {known} "

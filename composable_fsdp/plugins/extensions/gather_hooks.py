@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.memory import contiguous_strides
 from composable_fsdp._core.mesh import DataParallelAxes, known_meshes
 from composable_fsdp._core.params import ShardedParameter, is_wrapper, plain_tensors
@@ -31,19 +30,12 @@ from composable_fsdp.plugins.extensions.tensor_classes import (
 )
 from composable_fsdp.policies import MixedPrecisionPolicy
 
-WANTS_PADDING = "fsdp_pads_shards"
 RELEASE_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
-@dataclass(frozen=True)
-class Payload:
-    """The contiguous tensors that a hook sends for one parameter, and the metadata that it gets back afterwards."""
-
-    inputs: tuple[torch.Tensor, ...]
-    metadata: Any
-
-
 Tensors: TypeAlias = Sequence[torch.Tensor]
+Payload: TypeAlias = tuple[tuple[torch.Tensor, ...], object]
+"""The contiguous tensors that a hook sends for one parameter, and the metadata that it gets back afterwards."""
 Made: TypeAlias = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 """The full tensor and the tensors that it is made of."""
 
@@ -66,7 +58,7 @@ class PlainExtension:
 
     def pre_all_gather(self) -> Payload:
         values = plain_values(self.name, self.local, self.dtype)
-        return Payload((values.movedim(self.dim, 0).contiguous(),), None)
+        return (values.movedim(self.dim, 0).contiguous(),), None
 
     def post_all_gather(self, outputs: Tensors, metadata: object, dtype: torch.dtype) -> Made:
         full = outputs[0].movedim(0, self.dim).contiguous()
@@ -87,7 +79,7 @@ class ViewExtension:
     view: torch.Tensor
 
     def pre_all_gather(self) -> Payload:
-        return Payload((), None)
+        return (), None
 
     def post_all_gather(self, outputs: Tensors, metadata: object, dtype: torch.dtype) -> Made:
         return self.view, ()
@@ -109,7 +101,6 @@ class Extension:
         module: a weak reference to the first module on which the parameter is registered.
         policy: the group's mixed precision.
         takes_all: True if the first hook takes five arguments, false if it takes the mesh alone.
-        padded_size: shape of the largest shard, if the hook wants shards padded to it.
         releases_outputs: True if the gathered outputs are freed once the second hook has returned.
     """
 
@@ -121,7 +112,6 @@ class Extension:
     module: ref[nn.Module]
     policy: MixedPrecisionPolicy
     takes_all: bool
-    padded_size: tuple[int, ...] | None = None
     releases_outputs: bool = False
 
     def pre_all_gather(self) -> Payload:
@@ -132,26 +122,18 @@ class Extension:
         still takes part in collectives of the hook. It is not remembered: a hook that knows its scales already does not
         raise, and runs no collectives.
         """
-        shard = self._padded() if self.padded_size is not None else self.local
         try:
-            return self._call_pre(shard)
+            return self._call_pre(self.local)
         except Exception:  # raised by user code; retried for an empty shard only
-            if shard.numel() or not prod(self.outer_size):
+            if self.local.numel() or not prod(self.outer_size):
                 raise
             shape = list(self.local.shape)
             shape[self.dim] = 1
             one_row = self.local.new_zeros(shape)
             if not hasattr(one_row, GATHER_HOOKS[0]):
                 raise
-            payload = self._call_pre(one_row)
-            return Payload(tuple(t[:0] if t.dim() else t for t in payload.inputs), payload.metadata)
-
-    def _padded(self) -> torch.Tensor:
-        if tuple(self.local.shape) == self.padded_size:
-            return self.local
-        shard = self.local.new_zeros(cast("tuple[int, ...]", self.padded_size))
-        shard[tuple(slice(0, length) for length in self.local.shape)].copy_(self.local)
-        return shard
+            inputs, metadata = self._call_pre(one_row)
+            return tuple(t[:0] if t.dim() else t for t in inputs), metadata
 
     def _call_pre(self, tensor: torch.Tensor) -> Payload:
         shard: Any = tensor
@@ -163,10 +145,10 @@ class Extension:
         if not isinstance(result, tuple) or len(result) != 2 or not _are_tensors(result[0]):
             raise ParameterError(
                 f"fsdp_pre_all_gather of parameter {self.name!r} must return (tuple of tensors, metadata), not "
-                f"{_described(result)}. Inputs of ranks are concatenated on dim 0: instead of torch's AllGatherInput, "
+                f"{result!r:.200}. Inputs of ranks are concatenated on dim 0: instead of torch's AllGatherInput, "
                 "return its tensor, and rearrange the output in fsdp_post_all_gather."
             )
-        return Payload(tuple(t.contiguous() for t in result[0]), result[1])
+        return tuple(t.contiguous() for t in result[0]), result[1]
 
     def refill(self, outputs: Tensors, metadata: object, dtype: torch.dtype, out: torch.Tensor) -> object:
         """Call the second hook to fill ``out``, which the first call made. The result is used for checks only."""
@@ -255,12 +237,6 @@ def _replaced_by(result: object, out: torch.Tensor, outputs: Sequence[torch.Tens
     return own if own not in others and full.untyped_storage()._cdata != own else None
 
 
-def _described(result: object) -> str:
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], (tuple, list)):
-        return f"inputs of {', '.join(dict.fromkeys(type(each).__name__ for each in result[0]))}"
-    return type(result).__name__
-
-
 def _are_tensors(inputs: object) -> bool:
     return isinstance(inputs, (tuple, list)) and all(isinstance(t, torch.Tensor) for t in inputs)
 
@@ -276,13 +252,11 @@ def find_extension(parameter: ShardedParameter) -> Extension | None:
     arity = num_arguments(name, local)
     if arity is None:
         return None
-    shards = TensorShards(parameter.shape, dim, axes.shard.size)
-    padded = shards.padded_shape if getattr(local, WANTS_PADDING, False) else None
     releases = getattr(local, RELEASE_HOOK, lambda: False)()
     if not isinstance(releases, bool):
         raise ParameterError(f"{RELEASE_HOOK} of parameter {name!r} must return a bool, not {releases!r}.")
     module, policy, mesh = ref(parameter.owners[0][0]), parameter.precision, shard_mesh_of(axes)
-    return Extension(name, local, mesh, parameter.shape, dim, module, policy, arity == 5, padded, releases)
+    return Extension(name, local, mesh, parameter.shape, dim, module, policy, arity == 5, releases)
 
 
 def find_view(parameter: ShardedParameter) -> ViewExtension | None:

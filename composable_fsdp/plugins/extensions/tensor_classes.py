@@ -96,17 +96,13 @@ def cut_shard(name: str, full: torch.Tensor, shards: TensorShards, rank: int, de
         return (narrow() if piece is None else piece).clone()
 
     cuts: dict[str, Callable[[], torch.Tensor | None]] = {"chunk": chunk, "narrow": narrow}
-    cut_by, piece = first_supported(name, full, "cut into shards", cuts)
+    _, piece = first_supported(name, full, "cut into shards", cuts)
     copies = {"new_zeros and copy_": new_zeros, "clone": clone}
-    copied_by, shard = first_supported(name, full, "copied into memory of its own", copies)
-    moved = shard.to(device)
-    lost = hooks_of(full) - hooks_of(moved)
+    shard = first_supported(name, full, "copied into memory of its own", copies)[1].to(device)
+    lost = hooks_of(full) - hooks_of(shard)
     if lost:
-        by = f"to({str(device)!r})" if not hooks_of(full) - hooks_of(shard) else copied_by
-        if by == "clone" and piece is not None and hooks_of(full) - hooks_of(piece):
-            by = cut_by
-        warn_of_lost_hooks(name, full, moved, lost, f"{by} of that class returned")
-    return moved
+        warn_of_lost_hooks(name, full, shard, lost, "sharded by chunk or narrow, new_zeros and copy_ or clone, and to")
+    return shard
 
 
 def cut_padding(name: str, full: torch.Tensor, shape: tuple[int, ...], dim: int) -> torch.Tensor | None:
@@ -118,7 +114,8 @@ def cut_padding(name: str, full: torch.Tensor, shape: tuple[int, ...], dim: int)
     found = tuple(full.shape)
     if found == shape:
         return full
-    is_longer = len(found) == len(shape) and found[dim] > shape[dim] and _without(found, dim) == _without(shape, dim)
+    is_longer = len(found) == len(shape) and found[dim] > shape[dim]
+    is_longer = is_longer and found == (*shape[:dim], found[dim], *shape[dim + 1 :])
     is_flat = len(found) == 1 and dim == 0 and found[0] >= prod(shape)
     ways: dict[str, Callable[[], torch.Tensor]] = {}
     if is_longer:
@@ -131,28 +128,18 @@ def cut_padding(name: str, full: torch.Tensor, shape: tuple[int, ...], dim: int)
     return view if tuple(view.shape) == shape else None
 
 
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*shape[:dim], *shape[dim + 1 :])
-
-
 def warn_of_lost_hooks(name: str, before: torch.Tensor, after: torch.Tensor, lost: Collection[str], how: str) -> None:
     """Warn that ``after``, the local tensor of parameter ``name``, lacks hooks of ``before``.
 
     Args:
-        how: a clause of the warning that names the operation and ends with a verb; its object is ``after``.
+        how: what was done to ``before``, a participle.
     """
-    instance_hooks = sorted(set(lost) & set(vars(before)))
-    remedy = (
-        "The hooks are attributes of the tensor object: set them on parameter._local_tensor once nothing replaces it "
-        "any more, after fully_shard and to_empty."
-        if instance_hooks
-        else f"Make these operations of {type(before).__name__} return a {type(before).__name__} (in its "
-        "__torch_dispatch__ or __torch_function__)."
-    )
+    kind = type(before).__name__
     warnings.warn(
-        f"the local tensor of parameter {name!r} has lost its hooks {', '.join(sorted(lost))}: it was a "
-        f"{type(before).__name__}, and {how} a {type(after).__name__} without them. The parameter is now communicated "
-        f"like a plain one. {remedy}",
+        f"the local tensor of parameter {name!r} has lost its hooks {', '.join(sorted(lost))}: it was a {kind}, and is "
+        f"a {type(after).__name__} without them, since it was {how}. The parameter is communicated like a plain one. "
+        f"Make these operations of {kind} return a {kind} (__torch_dispatch__ or __torch_function__). Hooks that are "
+        "attributes of a tensor object: set them on parameter._local_tensor, after fully_shard and to_empty.",
         LostExtensionWarning,
         stacklevel=2,
     )

@@ -30,7 +30,7 @@ from composable_fsdp._core.comm import (
     SUM,
     Collective,
     GroupCommunicator,
-    GroupReference,
+    OverGroup,
     Traits,
     Transfer,
     has_own_transports,
@@ -101,7 +101,7 @@ class GlooWork:
             self.finish = None
 
 
-class GlooCommunicator:
+class GlooCommunicator(OverGroup):
     """Collectives of CPU tensors over gloo, and the works in flight.
 
     The connections between the ranks are separate from those of the user's process group. A hopeless wait can only be
@@ -109,9 +109,7 @@ class GlooCommunicator:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.name = GroupReference(group), group.group_name
-        self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.rank, self.size = dist.get_rank(group), len(self.ranks)
+        super().__init__(group)
         self.traits = Traits(
             widens=True,
             coalesces=True,  # all messages of a launch are on their way before the first is waited for
@@ -123,22 +121,12 @@ class GlooCommunicator:
         self._numbers, self._close_lock = _numbers.setdefault(group, count()), threading.Lock()
         self._open()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(rank {self.rank} of {self.size})"
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self._group()
-
     @property
     def is_broken(self) -> bool:
         return bool(self.broken)
 
     def level(self, level: OrderCheck) -> OrderCheck:
         return level
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
 
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> GlooWork:
         if op is not ReduceOp.SUM:

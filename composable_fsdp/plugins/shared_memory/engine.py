@@ -125,15 +125,6 @@ class ShmEngine:
         """True while the watchdog knows what this rank waits for."""
         self.launch(Barrier("connecting", segment=staging))
 
-    def segment(self, nbytes: int) -> Segment:
-        """Return new memory to share with the peers."""
-        self.check()
-        try:
-            return Segment(nbytes)
-        except OSError as error:
-            self.give_up(error, "sharing of memory")
-            raise
-
     def launch(self, operation: Operation) -> ShmWork:
         """Stage the first rounds of ``operation`` and notify the peers. Never waits."""
         self.check()

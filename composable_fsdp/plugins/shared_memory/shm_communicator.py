@@ -12,7 +12,7 @@ from composable_fsdp._core.comm import (
     SUM,
     Collective,
     GroupCommunicator,
-    GroupReference,
+    OverGroup,
     Traits,
     Transfer,
     has_own_transports,
@@ -23,6 +23,7 @@ from composable_fsdp.errors import PeerError, UnsupportedError
 from composable_fsdp.plugins.shared_memory.collective import Barrier, StagedCollective
 from composable_fsdp.plugins.shared_memory.connect import connect, reconnect
 from composable_fsdp.plugins.shared_memory.engine import ShmEngine
+from composable_fsdp.plugins.shared_memory.segment import Segment
 
 _ZERO_COPY_BYTES = 1 << 18
 """Zero-copy and copied-in transfers cost the same at this size (2 and 4 ranks, ``benchmarks/collectives.py``)."""
@@ -34,7 +35,7 @@ def in_shared_memory(group: dist.ProcessGroup, device_type: str) -> GroupCommuni
     return None if engine is None else SharedMemoryCommunicator(group, engine)
 
 
-class SharedMemoryCommunicator:
+class SharedMemoryCommunicator(OverGroup):
     """Collectives of CPU tensors between ranks on one host.
 
     Sums are accumulated in fp32 and in rank order and are bitwise identical to those over gloo. Waiting for an
@@ -46,20 +47,11 @@ class SharedMemoryCommunicator:
     """
 
     def __init__(self, group: dist.ProcessGroup, engine: ShmEngine) -> None:
-        self._group, self.name = GroupReference(group), group.group_name
-        self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.rank, self.size = engine.rank, engine.size
+        super().__init__(group)
         self.traits = Traits(
             widens=True, aliases=engine.aliases, coalesces=True, checks=True, zero_copy_min_bytes=_ZERO_COPY_BYTES
         )
         self.engine = engine
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(rank {self.rank} of {self.size})"
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self._group()
 
     @property
     def generation(self) -> int:
@@ -72,9 +64,6 @@ class SharedMemoryCommunicator:
     @property
     def is_broken(self) -> bool:
         return bool(self.engine.broken)
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
 
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         if op is not ReduceOp.SUM:
@@ -106,7 +95,11 @@ class SharedMemoryCommunicator:
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        segment = self.engine.segment(nbytes) if self.rank == 0 else None
+        try:
+            segment = Segment(nbytes) if self.rank == 0 else None
+        except OSError as error:
+            self.engine.give_up(error, "sharing of memory")
+            raise
         barrier = Barrier("sharing of memory", nbytes, segment)
         self.engine.launch(barrier).wait()
         return barrier.memories[0]
