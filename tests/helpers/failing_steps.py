@@ -51,7 +51,7 @@ def build(plan: Plan) -> Any:
     mesh = init_device_mesh("cpu", (2, 2) if plan.hybrid else (dist.get_world_size(),))
     codec = Int8() if plan.encoded or plan.point in ("encode", "decode") else None
     of_gradients = ErrorFeedback(Int4()) if plan.feedback else codec
-    encoded = CommunicationPolicy(codec, of_gradients, of_gradients, min_numel=1)
+    encoded = CommunicationPolicy(codec, of_gradients, min_numel=1)
     options: Any = {"mesh": mesh, "reshard_after_forward": plan.reshard, "comm_policy": encoded}
     for layer in model.layers:
         fully_shard(layer, **options)

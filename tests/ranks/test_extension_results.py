@@ -501,7 +501,7 @@ def test_lost_hooks_give_a_warning() -> None:
     layer = nn.Linear(2, 4)
     Scaled(layer.weight).hang_on()
     with pytest.warns(
-        LostExtensionWarning, match=r"attributes of the tensor object: set them on parameter\._local_tensor"
+        LostExtensionWarning, match=r"attributes of a tensor object: set them on parameter\._local_tensor"
     ):
         fully_shard(layer)
     layer = fully_shard(nn.Linear(2, 4))

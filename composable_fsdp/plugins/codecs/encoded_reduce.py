@@ -61,7 +61,7 @@ class EncodedReduce:
     def __init__(self, codec: GradientCodec, bucket: BucketReducer, former: EncodedReduce | None) -> None:
         self._layout = bucket.plan.reduce
         if former is not None and former._layout == self._layout:
-            self.encoder = former.encoder  # with its residual, which belongs to these offsets
+            self.encoder: Encoder = former.encoder  # with its residual, which belongs to these offsets
         else:
             self.encoder = Encoder(codec, bucket.pgs.axes.shard.size, self._layout.gradient_numel)
 
