@@ -453,7 +453,7 @@ def test_every_error_is_ours() -> None:
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("auto_wrap_policy", "Pass policy=, which takes the same policies"),
+        ("auto_wrap_policy", "Pass policy=, which takes ModuleWrapPolicy, CustomPolicy, and {Block}"),
         ("sharding_strategy", "Pass strategy=, which takes the same names"),
         ("mixed_precision", r"Pass mp_policy=MixedPrecisionPolicy\(\.\.\.\)"),
         ("cpu_offload", r"Pass offload_policy=CPUOffloadPolicy\(\)"),
