@@ -111,8 +111,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.torch_views import ClientState
     from composable_fsdp.plugins.watched_waits import Watched, _WatchedWork, compare, compared, level_through_store
     from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather
-    from composable_fsdp.plugins.weight_stream.changed_params import _Segment
-    from composable_fsdp.plugins.weight_stream.model_sources import ModelSources
+    from composable_fsdp.plugins.weight_stream.changed_params import _Bucket as ChangedBucket
     from composable_fsdp.wrap._plan import Scope, plan_groups
     from composable_fsdp.wrap.torch_policies import as_wrap_policy
 # fmt: on

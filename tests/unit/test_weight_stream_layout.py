@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pickle
 from itertools import pairwise, product, zip_longest
-from math import prod
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plugins.weight_stream import JoinPart, PackedLayout, PackedTensor
 from composable_fsdp.plugins.weight_stream.packed_layout import (
-    HEADER_BYTES,
     Distribution,
     MessageLayout,
     Slot,
@@ -27,15 +26,14 @@ DTYPES = st.sampled_from([torch.int8, torch.float16, torch.float32, torch.int64,
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-@st.composite
-def distributions(draw: st.DrawFn) -> Distribution:
-    """Draw a tensor with up to one model-parallel cut, as ``fully_shard`` may cut it again."""
-    shape = draw(SHAPES)
-    if not shape:
-        return Distribution(())
-    dims = st.integers(0, len(shape) - 1)
-    inner = draw(st.lists(st.tuples(dims, st.integers(2, 3), st.integers(1, 2)), max_size=1))
-    return Distribution(shape, draw(dims), draw(st.integers(1, 4)), tuple(inner))
+CUTS = st.lists(st.tuples(st.integers(0, 2), st.integers(2, 4), st.integers(1, 2)), max_size=2)
+
+
+def distribution(shape: tuple[int, ...], cuts: list[tuple[int, int, int]], dtype: torch.dtype) -> Distribution:
+    """Return a tensor with cuts of model-parallel axes, and the last one of ``fully_shard``. A scalar becomes 1-d."""
+    shape = shape or ((1,) if cuts else ())
+    own = [(dim % len(shape), ranks, blocks) for dim, ranks, blocks in cuts]
+    return Distribution(shape, dtype, tuple((*own[:-1], (*own[-1][:2], 1)) if own else ()))
 
 
 def values_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -47,70 +45,49 @@ def values_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Te
 def test_a_bucket_has_no_gaps_and_every_tensor_is_aligned(tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
     named = [Named([str(i)], shape, dtype) for i, (shape, dtype) in enumerate(tensors)]
     layout, offsets = placed(units_of(named, None))
-    assert [tensor.name for tensor in layout.tensors] == [each.names[0] for each in named]
-    assert [tensor.offset for tensor in layout.tensors] == offsets
-    spans = sorted(
-        (tensor.offset, tensor.offset + each.nbytes) for tensor, each in zip(layout.tensors, named, strict=True)
-    )
+    assert [tensor.offset for tensor in layout.tensors] == [offset for _, offset in offsets]
+    spans = [(tensor.offset, tensor.offset + tensor.nbytes) for tensor in layout.tensors]
     for (_, end), (begin, _) in pairwise(spans):
         assert end == begin
-    assert layout.nbytes == -(-sum(each.nbytes for each in named) // 16) * 16
+    assert layout.nbytes == -(-sum(tensor.nbytes for tensor in layout.tensors) // 16) * 16
     packed = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for i, (name, view) in enumerate(pickle.loads(pickle.dumps(layout)).unpack(packed).items()):
-        view.copy_(values_of(*tensors[i], i))
-        assert name == str(i)
-    for i, view in enumerate(layout.unpack(packed).values()):
-        assert torch.equal(view, values_of(*tensors[i], i))
+    for name, view in pickle.loads(pickle.dumps(layout)).unpack(packed).items():
+        view.copy_(values_of(*tensors[int(name)], int(name)))
+    for name, view in layout.unpack(packed).items():
+        assert torch.equal(view, values_of(*tensors[int(name)], int(name)))
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(distributions(), DTYPES), min_size=1, max_size=4), st.integers(0, 100))
-def test_the_rows_of_all_ranks_make_the_full_tensors(tensors, seed: int) -> None:
-    """Lay out tensors of one distribution over axes as one message, write every rank's row, and unpack."""
-    first = tensors[0][0]
-    alike = [(d, t) for d, t in tensors if (d.num_shards, axes_of(d)) == (first.num_shards, axes_of(first))]
-    named = [Named([str(i)], d.shape, dtype) for i, (d, dtype) in enumerate(alike)]
-    layout, offsets = placed(units_of(named, None))
-    is_sharded = first.num_shards > 1
-    slots = [
-        Slot(i, dtype, d, d.padded_numel * dtype.itemsize, offset)
-        for i, ((d, dtype), offset) in enumerate(zip(alike, offsets, strict=True))
-    ]
-    route = tuple(range(len(axes_of(first))))
-    message = MessageLayout.of(route, is_sharded, slots)
-    ends = sorted((slot.offset, slot.offset + slot.row_bytes) for slot in message.slots)
+@given(CUTS, st.lists(st.tuples(SHAPES, st.integers(0, 2), DTYPES), min_size=1, max_size=4), st.integers(0, 100))
+def test_the_rows_of_all_ranks_make_the_full_tensors(cuts, tensors, seed: int) -> None:
+    """Lay out tensors over the same axes as one message, write every rank's row, and unpack."""
+    made = [distribution(shape, [(dim + more, *cut) for dim, *cut in cuts], dtype) for shape, more, dtype in tensors]
+    _, offsets = placed(units_of([Named([str(i)], d.shape, d.dtype) for i, d in enumerate(made)], None))
+    slots = [Slot(unit.members[0], made[unit.members[0]], offset) for unit, offset in offsets]
+    route = tuple(reversed(range(len(cuts)))) if seed % 2 else tuple(range(len(cuts)))
+    message = MessageLayout.of(route, slots)
+    ends = sorted((slot.offset, slot.offset + slot.tensor.row_bytes) for slot in message.slots)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
-    assert all(begin >= HEADER_BYTES and end <= message.width for begin, end in ends)
-    assert all(slot.offset % slot.dtype.itemsize == 0 for slot in message.slots)
+    assert all(end <= message.width for _, end in ends)
+    assert all(slot.offset % slot.tensor.dtype.itemsize == 0 for slot in message.slots)
 
-    sizes = axes_of(first)
-    rows = torch.full((*reversed(sizes), message.width), 77, dtype=torch.uint8)
+    sizes = [ranks for _, ranks, _ in cuts]
+    axes = sorted(route, reverse=True)
+    rows = torch.full((*(sizes[route.index(axis)] for axis in axes), message.width), 77, dtype=torch.uint8)
     for at in product(*map(range, sizes)):
-        row = rows[tuple(reversed(at))]
+        row = rows[tuple(at[route.index(axis)] for axis in axes)]
         for slot in message.slots:
-            part = shard_of(slot.tensor, values_of(slot.tensor.shape, slot.dtype, seed + slot.source), at, is_sharded)
-            data = (
-                part.contiguous().reshape(-1).view(torch.uint8) if part.numel() else torch.empty(0, dtype=torch.uint8)
-            )
-            assert data.numel() <= slot.row_bytes
+            part = values_of(slot.tensor.shape, slot.tensor.dtype, seed + slot.source)
+            for (dim, ranks, blocks), rank in zip(slot.tensor.cuts, at, strict=True):
+                part = torch.cat([chunk_of(block, ranks, rank, dim) for block in part.chunk(blocks, dim)], dim)
+            data = part.contiguous().reshape(-1).view(torch.uint8) if part.numel() else row[:0]
+            assert data.numel() <= slot.tensor.row_bytes
             row[slot.offset : slot.offset + data.numel()] = data
+    layout, _ = placed(unit for unit, _ in offsets)
     packed = torch.zeros(layout.nbytes, dtype=torch.uint8)
     message.unpack(rows, packed)
-    for i, view in enumerate(layout.unpack(packed).values()):
-        assert torch.equal(view, values_of(alike[i][0].shape, alike[i][1], seed + i)), i
-
-
-def axes_of(tensor: Distribution) -> tuple[int, ...]:
-    return (*([tensor.num_shards] if tensor.num_shards > 1 else []), *(ranks for _, ranks, _ in tensor.inner))
-
-
-def shard_of(tensor: Distribution, full: torch.Tensor, at: tuple[int, ...], is_sharded: bool) -> torch.Tensor:
-    """Return the shard of the rank at ``at`` by ``torch.chunk``, block by block for a strided cut."""
-    inner = at[1:] if is_sharded else at
-    for (dim, ranks, blocks), rank in zip(tensor.inner, inner, strict=True):
-        pieces = [chunk_of(block, ranks, rank, dim) for block in full.chunk(blocks, dim)]
-        full = torch.cat(pieces, dim)
-    return chunk_of(full, tensor.num_shards, at[0], tensor.dim) if is_sharded else full
+    for name, view in layout.unpack(packed).items():
+        assert torch.equal(view, values_of(made[int(name)].shape, made[int(name)].dtype, seed + int(name))), name
 
 
 def chunk_of(tensor: torch.Tensor, count: int, index: int, dim: int) -> torch.Tensor:
@@ -128,53 +105,30 @@ def test_buckets_tile_the_units_and_exceed_the_limit_only_alone(costs: list[int]
         assert after is None or total + costs[after.start] > limit
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.permutations(range(4)))
-def test_a_join_of_the_parts_of_a_split_is_the_tensor(rows: list[int], order: list[int]) -> None:
-    shape = (sum(rows), 3)
-    (split,) = units_of([Named(["x"], shape, torch.float32)], {"x": {f"x{i}": n for i, n in enumerate(rows)}})
-    layout, _ = placed([split])
-    full = values_of(shape, torch.float32, 0)
-    packed = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    packed[: full.nbytes] = full.view(-1).view(torch.uint8)
-    parts = layout.unpack(packed)
-    assert torch.equal(torch.cat(list(parts.values())), full)
-
-    order = [i for i in order if i < len(rows)]
-    named = [Named([f"x{i}"], tuple(parts[f"x{i}"].shape), torch.float32) for i in order]
-    (join,) = units_of(named, {f"x{i}": JoinPart("x", i, len(rows)) for i in order})
-    assert [order[k] for k in join.members] == list(range(len(rows)))
-    assert join.tensors == (PackedTensor("x", shape, torch.float32),)
-    assert join.nbytes == full.nbytes
+def test_parts_are_joined_in_the_order_of_their_indices() -> None:
+    named = [Named([f"x{i}"], (rows, 3), torch.float32) for i, rows in enumerate((2, 0, 4))]
+    parts = {f"x{i}": JoinPart("x", index, 3) for i, index in enumerate((1, 2, 0))}
+    (join,) = units_of(named, parts.get)
+    assert (join.members, join.tensor) == ((2, 0, 1), PackedTensor("x", (6, 3), torch.float32))
 
 
 def test_a_name_of_a_tied_parameter_that_is_kept_counts() -> None:
     named = [Named(["a", "b", "c"], (2,), torch.float32)]
     assert units_of(named, None)[0].aliases == {"b": "a", "c": "a"}
-    (unit,) = units_of(named, {"a": None, "b": "new"})
-    assert unit == Unit((0,), (PackedTensor("new", (2,), torch.float32),), 8, {"c": "new"})
+    (unit,) = units_of(named, {"b": "new", "c": "c"}.get)
+    assert unit == Unit((0,), PackedTensor("new", (2,), torch.float32), {"c": "new"})
     assert units_of(named, lambda name: None) == []
+    two = [*named, Named(["d"], (2,), torch.float32)]
+    for names in {"a": "x", "b": "y", "d": "y"}, {"a": "x", "d": "y", "b": "y"}:
+        with pytest.raises(ConfigurationError, match=r"^the stream would have two tensors called 'y'\. Change key_map"):
+            units_of(two, names.get)
 
 
-@pytest.mark.parametrize(
-    "packed", [torch.zeros(15, dtype=torch.uint8), torch.zeros(4), torch.zeros(32, dtype=torch.uint8)[::2]], ids=str
-)
-def test_a_layout_refuses_memory_that_is_not_of_its_kind(packed: torch.Tensor) -> None:
+def test_a_layout_refuses_memory_of_another_size() -> None:
     layout = PackedLayout((PackedTensor("x", (4,), torch.float32),), 16)
-    text = r"^a layout of 16 bytes needs a contiguous uint8 tensor of shape \(16,\), not"
-    with pytest.raises(ValueError, match=text):
-        layout.unpack(packed)
-    with pytest.raises(ValueError, match=r"^'x' is not aligned: packed begins 1 bytes after that of its storage\.$"):
-        layout.unpack(torch.zeros(17, dtype=torch.uint8)[1:])
-
-
-def test_extents_of_parts_tile_the_tensor() -> None:
-    tensor = Distribution((6, 5), 1, 2, ((0, 2, 1), (1, 2, 1)))
-    seen = torch.zeros(6, 5)
-    for _, extent, _ in tensor.parts():
-        for box in extent.boxes():
-            seen[box.slices] += 1
-    assert seen.eq(1).all()
-    assert prod(tensor.shape) <= tensor.padded_numel * 2 * 4
+    for packed in torch.zeros(15, dtype=torch.uint8), torch.zeros(4):
+        with pytest.raises(ValueError, match=r"^a layout of 16 bytes needs a uint8 tensor of shape \(16,\), not "):
+            layout.unpack(packed)
 
 
 def test_the_package_imports_streams_on_first_use() -> None:

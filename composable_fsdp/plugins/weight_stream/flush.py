@@ -8,22 +8,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
+from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._extents import DTYPES
+from composable_fsdp._extents import DTYPES, has_own_memory
 from composable_fsdp._files import open_regular, replace_file
 from composable_fsdp.errors import FlushError
 
-__all__ = ["INTEGERS", "Flush", "FlushHeader", "Patch", "Position", "apply_changes"]
+__all__ = ["INTEGERS", "Flush", "Patch", "Position", "apply_changes"]
 
 FORMAT = "composable_fsdp.flush/1"
 MOST_HEADER_BYTES = 100 << 20
@@ -70,9 +68,9 @@ class Position(NamedTuple):
     is_complete: bool
 
 
-@dataclass(frozen=True)
-class FlushHeader:
-    """The description of a flush, sent as JSON.
+@dataclass(eq=False)
+class Flush:
+    """Values of some tensors, one part of an update. Valid until the stream is asked for the next one.
 
     Attributes:
         stream: the stream: flushes that a receiver must apply one after the other.
@@ -83,6 +81,9 @@ class FlushHeader:
         dtype: of all values.
         tensors: name, shape and number of values of each tensor.
         aliases: further names of tied tensors, with the names of their tensors.
+        values: 1-d, those of one tensor after those of another; ``None`` on a rank that gets no values.
+        indices: of the values in their flattened full tensors, 1-d, int32 or int64, ascending for each tensor; ``None``
+            if the flush is whole.
     """
 
     stream: int
@@ -92,124 +93,59 @@ class FlushHeader:
     is_whole: bool
     dtype: torch.dtype
     tensors: Sequence[tuple[str, tuple[int, ...], int]]
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str]
+    values: torch.Tensor | None
+    indices: torch.Tensor | None = None
 
-    def text(self) -> str:
-        """Return the header as JSON."""
+    def _header(self) -> bytes:
+        """Return the description of the flush as JSON."""
         # The stream is text: numbers of JSON have 53 bits in other languages.
-        text = {**vars(self), "format": FORMAT, "stream": str(self.stream), "dtype": _CODES[self.dtype]}
-        return json.dumps(text, separators=(",", ":"))
-
-    @staticmethod
-    def parse(text: str) -> FlushHeader:
-        """Return the header that :meth:`text` has written. Everything is checked.
-
-        Raises:
-            FlushError: it is no such header.
-        """
-        try:
-            found: Any = json.loads(text)
-            if (form := found.pop("format")) != FORMAT:
-                raise ValueError(f"it has the format {form!r} of another program or version, not {FORMAT!r}")
-            tensors = [(name, tuple(shape), count) for name, shape, count in found["tensors"]]
-            header = FlushHeader(
-                **{**found, "stream": int(found["stream"]), "dtype": DTYPES[found["dtype"]], "tensors": tensors}
-            )
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise FlushError(
-                f"the header of this flush cannot be read: {type(error).__name__}: {error}. Ask for it again."
-            ) from error
-        numbers = [header.number, header.part, header.parts, *(n for _, s, count in tensors for n in (*s, count))]
-        texts = [name for name, _, _ in tensors]
-        known = set(texts) if all(type(name) is str for name in texts) else set[str]()
-        is_right = (
-            all(type(n) is int and 0 <= n < 1 << 62 for n in (header.stream, *numbers))
-            and len(known) == len(texts)
-            and (type(found["is_whole"]), type(found["aliases"])) == (bool, dict)
-            and all(type(name) is str and name in known for name in header.aliases.values())
-            and known.isdisjoint(header.aliases)
-            and header.part < header.parts
-            and all(len(s) <= _MOST_DIMS for _, s, _ in tensors)
-            and all(count == prod(s) if header.is_whole else count <= prod(s) for _, s, count in tensors)
-        )
-        if not is_right:
-            raise FlushError("the header of this flush has values that make no sense. Ask for the flush again.")
-        return header
-
-
-class Flush:
-    """Values of some tensors, one part of an update. Valid until the stream is asked for the next one.
-
-    Two flat tensors, on the device of the stream or in host memory:
-
-    Attributes:
-        header: JSON text, which :class:`FlushHeader` describes.
-        indices: of the values in their flattened full tensors, 1-d, int32 or int64, ascending for each tensor; ``None``
-            if the flush is whole.
-        values: 1-d, those of one tensor after those of another; ``None`` on a rank that gets no values.
-        checksum: the CRC-32 of the header, the indices and the values.
-    """
-
-    def __init__(self, header: str, indices: torch.Tensor | None, values: torch.Tensor | None, checksum: int) -> None:
-        self.header, self.indices, self.values, self.checksum = header, indices, values, checksum
-
-    @staticmethod
-    def of(header: FlushHeader, indices: torch.Tensor | None, values: torch.Tensor | None) -> Flush:
-        made = Flush(header.text(), indices, values, 0)
-        if values is not None:
-            made.checksum = made.computed_checksum()
-        return made
-
-    def computed_checksum(self) -> int:
-        """Return the checksum of what the flush has now."""
-        found = crc32(self.header.encode())
-        for tensor in (self.indices, self.values):
-            found = found if tensor is None else crc32(_bytes_of(tensor), found)
-        return found
-
-    @cached_property
-    def parsed(self) -> FlushHeader:
-        """The header, checked."""
-        return FlushHeader.parse(self.header)
+        entries = {name: getattr(self, name) for name in _HEADER}
+        entries |= {"format": FORMAT, "stream": str(self.stream), "dtype": _CODES[self.dtype]}
+        return json.dumps(entries, separators=(",", ":")).encode()
 
     @property
     def nbytes(self) -> int:
         """The bytes of header, indices and values."""
-        return len(self.header.encode()) + sum(t.nbytes for t in (self.indices, self.values) if t is not None)
+        return len(self._header()) + sum(t.nbytes for t in (self.indices, self.values) if t is not None)
 
     def patches(self) -> Iterator[Patch]:
         """Yield the values by tensor. The tensors share the memory of the flush."""
-        values = self._given()
-        ends = accumulate(count for *_, count in self.parsed.tensors)
-        for (name, shape, count), end in zip(self.parsed.tensors, ends, strict=True):
-            indices = None if self.indices is None else self.indices[end - count : end]
-            yield Patch(name, shape, self.parsed.dtype, values[end - count : end], indices)
+        values, end = self._given(), 0
+        for name, shape, count in self.tensors:
+            begin, end = end, end + count
+            indices = None if self.indices is None else self.indices[begin:end]
+            yield Patch(name, shape, self.dtype, values[begin:end], indices)
 
     def clone(self) -> Flush:
         """Return a copy, which stays valid."""
-        indices = None if self.indices is None else self.indices.clone()
-        return Flush(self.header, indices, self._given().clone(), self.checksum)
+        return replace(
+            self, values=self._given().clone(), indices=None if self.indices is None else self.indices.clone()
+        )
 
     def to_bytes(self) -> bytes:
-        """Return the flush as a safetensors file."""
-        values = self._given()
-        tensors = {"values": values} if self.indices is None else {"values": values, "indices": self.indices}
-        entries: dict[str, Any] = {"__metadata__": {"flush": self.header, "crc32": f"{self.checksum:08x}"}}
+        """Return the flush as a safetensors file, with a checksum."""
+        header, values = self._header(), _bytes_of(self._given())
+        indices = b"" if self.indices is None else _bytes_of(self.indices)
+        checksum = crc32(values, crc32(indices, crc32(header)))
+        entries: dict[str, Any] = {"__metadata__": {"flush": header.decode(), "crc32": f"{checksum:08x}"}}
+        tensors = {"values": self.values} if self.indices is None else {"values": self.values, "indices": self.indices}
         end, data = 0, []
-        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
+        for name, tensor in sorted(tensors.items(), key=lambda item: -cast(torch.Tensor, item[1]).itemsize):
+            assert tensor is not None
             offsets = [end, end := end + tensor.nbytes]
             entries[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-            data.append(_bytes_of(tensor))
+            data.append(values if name == "values" else indices)
         text = json.dumps(entries, separators=(",", ":")).encode()
         text = text.ljust(-(-len(text) // 8) * 8)
         return b"".join((len(text).to_bytes(8, "little"), text, *data))
 
     @staticmethod
     def from_bytes(data: bytes | bytearray | memoryview) -> Flush:
-        """Return the flush of :meth:`to_bytes`, in host memory. The checksum is not compared yet.
+        """Return the flush of :meth:`to_bytes`, in host memory. Everything is checked, but for the receiver's state.
 
         Raises:
-            FlushError: it is no such file.
+            FlushError: it is no such file, or is damaged.
         """
         view = memoryview(data)
         size = int.from_bytes(view[:8], "little")
@@ -220,23 +156,69 @@ class Flush:
         try:
             entries = json.loads(bytes(view[8 : 8 + size]))
             metadata = entries.pop("__metadata__")
-            header, checksum = metadata["flush"], int(metadata["crc32"], 16)
+            text, checksum = metadata["flush"], int(metadata["crc32"], 16)
             tensors = {name: _tensor_of(view[8 + size :], **entry) for name, entry in entries.items()}
             values, indices = tensors.pop("values"), tensors.pop("indices", None)
-            nbytes = sum(tensor.nbytes for tensor in (values, indices) if tensor is not None)
-            header.encode()  # an error if it has half of a character
-            if tensors or nbytes != len(view) - 8 - size or type(header) is not str:
+            found = crc32(text.encode())
+            for tensor in (indices, values):
+                found = found if tensor is None else crc32(_bytes_of(tensor), found)
+            if found != checksum:
+                raise ValueError(f"it is damaged: its checksum is {found:08x}, and the sender wrote {checksum:08x}")
+            nbytes = values.nbytes + (0 if indices is None else indices.nbytes)
+            if tensors or nbytes != len(view) - 8 - size:
                 raise ValueError("it has other tensors or bytes")
+            header: dict[str, Any] = json.loads(text)
+            if (form := header.pop("format")) != FORMAT:
+                raise ValueError(f"it has the format {form!r} of another program or version, not {FORMAT!r}")
+            header["tensors"] = [(name, tuple(shape), count) for name, shape, count in header["tensors"]]
+            header |= {"stream": int(header["stream"]), "dtype": DTYPES[header["dtype"]]}
+            flush = Flush(**{**header, "values": values, "indices": indices})
+            flush._check(values)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise FlushError(f"these bytes are no flush: {type(error).__name__}: {error}. Ask for it again.") from error
-        return Flush(header, indices, values, checksum)
+        return flush
+
+    def _check(self, values: torch.Tensor) -> None:
+        """Raise a ``ValueError`` if the description or the indices make no sense, or do not fit the values."""
+        if type(self.is_whole) is not bool:
+            raise TypeError("is_whole is no bool")
+        numbers = [self.number, self.part, self.parts, *(n for _, s, count in self.tensors for n in (*s, count))]
+        names = [name for name, _, _ in self.tensors]
+        is_right = (
+            all(type(n) is int and 0 <= n < 1 << 62 for n in (self.stream, *numbers))
+            and all(type(name) is str for name in (*names, *self.aliases.values()))
+            and len(set(names)) == len(names)
+            and set(names).issuperset(self.aliases.values())
+            and set(names).isdisjoint(self.aliases)
+            and self.part < self.parts
+            and all(len(shape) <= _MOST_DIMS for _, shape, _ in self.tensors)
+            and sum(prod(shape) for _, shape, _ in self.tensors) < 1 << 62
+            and all(count == prod(s) if self.is_whole else count <= prod(s) for _, s, count in self.tensors)
+        )
+        if not is_right:
+            raise ValueError("its header has values that make no sense")
+        numel = sum(count for *_, count in self.tensors)
+        of_indices = None if self.indices is None else self.indices.numel()
+        if (values.dtype, values.numel(), of_indices) != (self.dtype, numel, None if self.is_whole else numel):
+            raise ValueError("its tensors are not those of its header")
+        if self.indices is None:
+            return
+        if self.indices.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"its indices are {self.indices.dtype}")
+        sizes = torch.tensor([prod(shape) for _, shape, _ in self.tensors], dtype=torch.int64)
+        counts = torch.tensor([count for *_, count in self.tensors], dtype=torch.int64)
+        limits = torch.repeat_interleave(sizes, counts)
+        if bool(((self.indices < 0) | (self.indices >= limits)).any()):
+            raise ValueError("it has indices outside of their tensors")
+        if bool(((self.indices + torch.repeat_interleave(sizes.cumsum(0) - sizes, counts)).diff() <= 0).any()):
+            raise ValueError("it has indices that do not ascend in their tensor")
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the flush to a safetensors file in ``folder``, and return its path.
 
         The file appears as a whole. Names in their order are the order of flushes.
         """
-        path = Path(folder, f"{self.parsed.stream:020d}-{self.parsed.number:08d}.safetensors")
+        path = Path(folder, f"{self.stream:020d}-{self.number:08d}.safetensors")
         replace_file(path, self.to_bytes())
         return path
 
@@ -265,6 +247,9 @@ class Flush:
         self.indices = self.values = None
 
 
+_HEADER = [each.name for each in fields(Flush) if each.name not in ("values", "indices")]
+
+
 @torch.inference_mode()  # state may have been made in it
 def apply_changes(state: Mapping[str, torch.Tensor], flush: Flush, last: Position | None = None) -> Position:
     """Write the values of ``flush`` to the tensors of ``state``, in place, and return the receiver's new position.
@@ -276,10 +261,10 @@ def apply_changes(state: Mapping[str, torch.Tensor], flush: Flush, last: Positio
         for flush in flushes:
             position = apply_changes(state, flush, position)
 
-    Everything is checked before anything is written. After an error the state and the position are what they were: the
-    same flush may be applied once it has arrived undamaged. If a flush is lost, ask the sender for everything, by
-    :meth:`SentParams.forget`. Use the state while ``position.is_complete``: between the flushes of an update some
-    tensors have values of the step before.
+    Everything is checked before anything is written; the bytes of a flush by :meth:`Flush.from_bytes`. After an error
+    the state and the position are what they were: the same flush may be applied once it has arrived undamaged. If a
+    flush is lost, ask the sender for everything, by :meth:`SentParams.forget`. Use the state while
+    ``position.is_complete``: between the flushes of an update some tensors have values of the step before.
 
     Args:
         state: plain tensors by name, of the flush's shapes and dtypes, on any devices and with any strides. Of the
@@ -288,77 +273,55 @@ def apply_changes(state: Mapping[str, torch.Tensor], flush: Flush, last: Positio
         last: the position after the flush before.
 
     Raises:
-        FlushError: the flush is damaged, is not the next one, or does not fit the state.
+        FlushError: the flush is not the next one, or does not fit the state.
     """
-    header = flush.parsed
     values, indices = flush._given(), flush.indices
-    _check_order(header, last)
-    if (found := flush.computed_checksum()) != flush.checksum:
+    at = "has none yet" if last is None else f"is at flush {last.number} of stream {last.stream}"
+    if flush.number == 0 and last is not None and flush.stream <= last.stream:
         raise FlushError(
-            f"flush {header.number} is damaged: its checksum is {found:08x}, and the sender wrote "
-            f"{flush.checksum:08x}. Ask for it again."
+            f"flush 0 begins stream {flush.stream}, and this receiver {at}, which is not older. It is a repetition, or "
+            "the sender's clock goes wrong: for that pass last=None."
         )
-    numel = sum(count for *_, count in header.tensors)
-    given = (values.dtype, values.shape, (indices is None), (numel,) if indices is None else tuple(indices.shape))
-    if given != (header.dtype, (numel,), header.is_whole, (numel,)):
-        raise FlushError(f"the tensors of flush {header.number} are not those of its header. Ask for it again.")
-    names: dict[str, list[str]] = {name: [name] for name, _, _ in header.tensors}
-    for alias, name in header.aliases.items():
+    if flush.number and (last is None or (flush.stream, flush.number) != (last.stream, last.number + 1)):
+        raise FlushError(
+            f"flush {flush.number} of stream {flush.stream} is not the next one: this receiver {at}. A flush was "
+            "lost, repeated, or overtaken by another. Ignore a repetition; else ask the sender for everything: "
+            "SentParams.forget()."
+        )
+    if flush.number < flush.parts and not flush.is_whole:
+        raise FlushError(f"flush {flush.number} begins a stream and has no full values. Ask the sender for everything.")
+    names: dict[str, list[str]] = {name: [name] for name, _, _ in flush.tensors}
+    for alias, name in flush.aliases.items():
         names[name].append(alias)
     places = {name: [state[each] for each in known if each in state] for name, known in names.items()}
-    problems = [problem for name, shape, _ in header.tensors for problem in _misfits(name, shape, header, places[name])]
+    problems = [problem for name, shape, _ in flush.tensors for problem in _misfits(name, shape, flush, places[name])]
     if problems:
-        raise FlushError(
-            f"flush {header.number} does not fit the state: {'; '.join(problems[:5])}. Nothing is written."
-        )
-    if indices is not None:
-        _check_indices(header, indices)
-    kind, end = INTEGERS[header.dtype.itemsize], 0
+        raise FlushError(f"flush {flush.number} does not fit the state: {'; '.join(problems[:5])}. Nothing is written.")
+    kind, end = INTEGERS[flush.dtype.itemsize], 0
     moved = {  # all that can fail is before the first write
         device: (values.to(device).view(kind), None if indices is None else indices.to(device, torch.int64))
         for device in dict.fromkeys(place.device for known in places.values() for place in known)
     }
-    for name, shape, count in header.tensors:
+    for name, shape, count in flush.tensors:
         begin, end = end, end + count
         for place in places[name] if count else ():
-            new, at = moved[place.device]
+            new, chosen = moved[place.device]
             bits = place.detach().view(kind)
-            if at is None:
+            if chosen is None:
                 bits.copy_(new[begin:end].view(shape))
             else:
-                bits.put_(at[begin:end], new[begin:end])
-    return Position(header.stream, header.number, header.part == header.parts - 1)
+                bits.put_(chosen[begin:end], new[begin:end])
+    return Position(flush.stream, flush.number, flush.part == flush.parts - 1)
 
 
-def _check_order(header: FlushHeader, last: Position | None) -> None:
-    if header.number == 0:
-        if last is not None and header.stream <= last.stream:
-            raise FlushError(
-                f"flush 0 begins stream {header.stream}, and this receiver is at flush {last.number} of stream "
-                f"{last.stream}, which is not older. It is a repetition, or the sender's clock goes wrong: for "
-                "that pass last=None."
-            )
-    elif last is None or header.stream != last.stream or header.number != last.number + 1:
-        at = "has none yet" if last is None else f"is at flush {last.number} of stream {last.stream}"
-        raise FlushError(
-            f"flush {header.number} of stream {header.stream} is not the next one: this receiver {at}. A flush was "
-            "lost, repeated, or overtaken by another. Ignore a repetition; else ask the sender for everything: "
-            "SentParams.forget()."
-        )
-    if header.number < header.parts and not header.is_whole:
-        raise FlushError(
-            f"flush {header.number} begins a stream and has no full values. Ask the sender for everything."
-        )
-
-
-def _misfits(name: str, shape: tuple[int, ...], header: FlushHeader, places: Sequence[torch.Tensor]) -> Iterator[str]:
+def _misfits(name: str, shape: tuple[int, ...], flush: Flush, places: Sequence[torch.Tensor]) -> Iterator[str]:
     if not places:
         yield f"it has no {name!r}"
     for place in places:
-        if isinstance(place, DTensor) or type(place).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if isinstance(place, DTensor) or not has_own_memory(place):
             yield f"{name!r} is a {type(place).__name__}, not a plain tensor"
-        elif (tuple(place.shape), place.dtype) != (shape, header.dtype):
-            yield f"{name!r} is {tuple(place.shape)} of {place.dtype}, and {shape} of {header.dtype} in the flush"
+        elif (tuple(place.shape), place.dtype) != (shape, flush.dtype):
+            yield f"{name!r} is {tuple(place.shape)} of {place.dtype}, and {shape} of {flush.dtype} in the flush"
         elif place.layout != torch.strided or place.is_meta or place.is_conj() or place.is_neg() or _repeats(place):
             yield f"{name!r} is on meta, sparse, or a conjugate, negative or expanded view: no memory of its own values"
 
@@ -366,18 +329,6 @@ def _misfits(name: str, shape: tuple[int, ...], header: FlushHeader, places: Seq
 def _repeats(tensor: torch.Tensor) -> bool:
     """Return whether several elements of ``tensor`` are one in memory, as after ``expand``."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _check_indices(header: FlushHeader, indices: torch.Tensor) -> None:
-    sizes = torch.tensor([prod(shape) for _, shape, _ in header.tensors], dtype=torch.int64)
-    counts = torch.tensor([count for *_, count in header.tensors], dtype=torch.int64)
-    begins, limits = (
-        torch.repeat_interleave(each, counts).to(indices.device) for each in (sizes.cumsum(0) - sizes, sizes)
-    )
-    if indices.dtype not in (torch.int32, torch.int64) or bool(((indices < 0) | (indices >= limits)).any()):
-        raise FlushError(f"flush {header.number} has indices outside of their tensors. Nothing is written.")
-    if bool(((indices + begins).diff() <= 0).any()):
-        raise FlushError(f"flush {header.number} has indices that do not ascend in their tensor. Nothing is written.")
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

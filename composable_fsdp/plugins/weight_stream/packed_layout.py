@@ -8,43 +8,30 @@ that rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from math import gcd, prod
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 
-from composable_fsdp._core.layout import ALIGNMENT_BYTES, TensorShards, aligned_bytes, unpack_parameter
-from composable_fsdp._core.memory import contiguous_strides
+from composable_fsdp._core.layout import ALIGNMENT_BYTES, aligned_bytes
 from composable_fsdp._extents import Cut, ShardExtent
-from composable_fsdp.plugins.weight_stream.weight_names import PackedTensor, Unit, moved
+from composable_fsdp.plugins.weight_stream.weight_names import PackedTensor, Unit
 
-__all__ = [
-    "HEADER_BYTES",
-    "HEADER_NUMBERS",
-    "Distribution",
-    "MessageLayout",
-    "PackedLayout",
-    "Slot",
-    "fill_buckets",
-    "placed",
-]
-
-HEADER_NUMBERS = 8
-HEADER_BYTES = 8 * HEADER_NUMBERS
-"""Each rank's row of a message begins with int64 of which all ranks learn the largest."""
+__all__ = ["Distribution", "MessageLayout", "PackedLayout", "Slot", "fill_buckets", "placed"]
 
 
 @dataclass(frozen=True)
 class PackedLayout:
     """The tensors in ``WeightBucket.packed``. It can be pickled: with it another process can read the bytes.
 
-    Invariant: the tensors tile the bytes in any order, up to at most 15 zeros at the end.
+    Invariant: the tensors tile the bytes, up to at most 15 zeros at the end.
 
     Attributes:
-        tensors: name, shape, dtype and offset in bytes of each, in the order of the model.
+        tensors: name, shape, dtype and offset in bytes of each, in the order of their offsets.
         nbytes: the size of the flat tensor.
         aliases: further names of tied tensors, with the names of their tensors.
     """
@@ -54,48 +41,29 @@ class PackedLayout:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def unpack(self, packed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors by name, in the memory of ``packed``: 1-d and contiguous, uint8, ``nbytes`` long.
-
-        Raises:
-            ValueError: ``packed`` is another tensor.
-        """
-        if packed.dtype != torch.uint8 or packed.shape != (self.nbytes,) or not packed.is_contiguous():
+        """Return the tensors by name, in the memory of ``packed``: 1-d and contiguous, uint8, ``nbytes`` long."""
+        if packed.dtype != torch.uint8 or packed.shape != (self.nbytes,):
             raise ValueError(
-                f"a layout of {self.nbytes} bytes needs a contiguous uint8 tensor of shape ({self.nbytes},), not "
+                f"a layout of {self.nbytes} bytes needs a uint8 tensor of shape ({self.nbytes},), not "
                 f"{packed.dtype} of shape {tuple(packed.shape)}."
             )
-        storage, start, device = packed.untyped_storage(), packed.storage_offset(), packed.device
-        tensors = {}
-        for each in self.tensors:
-            at, rest = divmod(int(start) + each.offset, each.dtype.itemsize)
-            if rest:
-                raise ValueError(
-                    f"{each.name!r} is not aligned: packed begins {start} bytes after that of its storage."
-                )
-            # No view: a view would keep ``packed`` alive, whatever becomes of the view.
-            tensor = torch.empty(0, dtype=each.dtype, device=device)
-            tensors[each.name] = tensor.set_(storage, at, each.shape, contiguous_strides(each.shape))
-        return tensors
+        parts = {t.name: packed[t.offset : t.offset + t.nbytes].view(t.dtype).view(t.shape) for t in self.tensors}
+        return {name: part.data for name, part in parts.items()}  # a view would keep the memory, whatever becomes of it
 
 
-def _order(nbytes: int, itemsize: int) -> int:
+def _order(tensor: PackedTensor | Distribution, nbytes: int) -> int:
     """Return the key to sort tensors by: first those after which everything is aligned, then by size of elements."""
-    return -itemsize if nbytes % ALIGNMENT_BYTES else -ALIGNMENT_BYTES - 1
+    return -tensor.dtype.itemsize if nbytes % ALIGNMENT_BYTES else -ALIGNMENT_BYTES - 1
 
 
-def placed(units: Sequence[Unit]) -> tuple[PackedLayout, list[int]]:
-    """Return the layout of a bucket of ``units``, and the offset of each unit in it."""
-    order = sorted(range(len(units)), key=lambda k: _order(units[k].nbytes, units[k].tensors[0].dtype.itemsize))
-    offsets, end = [0] * len(units), 0
-    for k in order:
-        offsets[k] = end
-        end += units[k].nbytes
-    tensors = tuple(
-        moved(tensor, offset) if offset else tensor
-        for unit, offset in zip(units, offsets, strict=True)
-        for tensor in unit.tensors
-    )
-    aliases = {alias: name for unit in units for alias, name in unit.aliases.items()}
+def placed(units: Iterable[Unit]) -> tuple[PackedLayout, list[tuple[Unit, int]]]:
+    """Return the layout of a bucket of ``units``, and the units with their offsets in it."""
+    offsets, end = [], 0
+    for unit in sorted(units, key=lambda unit: _order(unit.tensor, unit.tensor.nbytes)):
+        offsets.append((unit, end))
+        end += unit.tensor.nbytes
+    tensors = tuple(replace(unit.tensor, offset=offset) for unit, offset in offsets)
+    aliases = {alias: name for unit, _ in offsets for alias, name in unit.aliases.items()}
     return PackedLayout(tensors, aligned_bytes(end), aliases), offsets
 
 
@@ -112,104 +80,87 @@ def fill_buckets(costs: Sequence[int], limit: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How a tensor of ``shape`` is distributed over ranks.
-
-    First the ``inner`` cuts are made, one for each model-parallel axis; then the shard axis cuts ``dim`` of the result
-    into ``num_shards``.
+    """How a tensor of ``shape`` is distributed over ranks, as it is sent.
 
     Args:
         shape: the global shape.
-        dim: the dim that the shard axis cuts.
-        num_shards: the ranks of the shard axis.
-        inner: for each model-parallel axis of several ranks the dim, the number of ranks, and that of blocks as of
-            ``Cut``.
+        dtype: of what is sent.
+        cuts: for each axis of several ranks the dim, the number of ranks, and that of blocks as of ``Cut``, in the
+            order in which they are made.
     """
 
     shape: tuple[int, ...]
-    dim: int = 0
-    num_shards: int = 1
-    inner: tuple[tuple[int, int, int], ...] = ()
+    dtype: torch.dtype
+    cuts: tuple[tuple[int, int, int], ...] = ()
 
-    def parts(self) -> tuple[tuple[tuple[int, ...], ShardExtent, TensorShards], ...]:
-        """Return the coordinates on the inner axes, and the extent and the shards, of each part."""
-        return _parts(self)
+    def extent(self, *ranks: int) -> ShardExtent:
+        """Return the extent of the rank with the indices ``ranks`` on the axes, by default of the first rank."""
+        return _extent(self, ranks or (0,) * len(self.cuts))
 
     @property
-    def padded_numel(self) -> int:
+    def row_numel(self) -> int:
         """The elements of each rank's shard in a message."""
-        return max(shards.padded_numel for _, _, shards in _parts(self))
+        return prod(self.extent().local_shape)
 
     @property
-    def num_ranks(self) -> int:
-        """The number of rows that a rank receives, one from each rank."""
-        return self.num_shards * prod(ranks for _, ranks, _ in self.inner)
+    def row_bytes(self) -> int:
+        return self.row_numel * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def concatenates(self) -> bool:
+        """The shards of the ranks, one after the other, are the full tensor."""
+        return not self.cuts or (len(self.cuts) == 1 and self.cuts[0][0] == 0 and self.cuts[0][2] == 1)
 
 
 @lru_cache(maxsize=4096)
-def _parts(tensor: Distribution) -> tuple[tuple[tuple[int, ...], ShardExtent, TensorShards], ...]:
-    found = []
-    for at in product(*(range(ranks) for _, ranks, _ in tensor.inner)):
-        cuts = [Cut(dim, ranks, rank, blocks) for (dim, ranks, blocks), rank in zip(tensor.inner, at, strict=True)]
-        extent = ShardExtent.after(tensor.shape, cuts)
-        shape = extent.local_shape or (1,)  # a scalar is on every rank
-        found.append((at, extent, TensorShards(shape, tensor.dim, tensor.num_shards)))
-    return tuple(found)
+def _extent(tensor: Distribution, ranks: tuple[int, ...]) -> ShardExtent:
+    cuts = [Cut(dim, count, rank, blocks) for (dim, count, blocks), rank in zip(tensor.cuts, ranks, strict=True)]
+    return ShardExtent.after(tensor.shape, cuts)
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A parameter in a message, and in the bucket that is made of it. Offsets and sizes are in bytes.
+class Slot(NamedTuple):
+    """A parameter in a message, and in the bucket that is made of it. Offsets are in bytes.
 
     Args:
-        source: the number of the parameter.
-        dtype: the dtype that it is sent in.
+        source: what the values are taken from.
         tensor: how it is distributed.
-        row_bytes: its size in each rank's row.
         place: where the full tensor begins in the bucket.
         offset: where it begins in each rank's row.
     """
 
-    source: int
-    dtype: torch.dtype
+    source: Any
     tensor: Distribution
-    row_bytes: int
     place: int
     offset: int = 0
 
-    @property
-    def tiles_rows(self) -> bool:
-        """True if the shards of the ranks of one axis, one after the other, are the full tensor."""
-        (_, _, shards), *others = self.tensor.parts()
-        return not others and shards.concatenates and shards.layout.is_even
 
-
-@dataclass(frozen=True, slots=True)
-class MessageLayout:
+class MessageLayout(NamedTuple):
     """A message that is all-gathered over the axes ``route``: one row from each rank, of ``width`` bytes.
 
     Invariant: slots do not overlap, and each is aligned to its elements.
 
     Args:
-        route: numbers of axes, the shard axis first if ``is_sharded``, then the inner axes in the order of the slots'
-            distributions. It may be empty.
-        is_sharded: the route begins with a shard axis.
-        slots: the parameters. Without any, the row is a header.
+        route: numbers of axes, in the order of the cuts of the slots. It may be empty.
+        slots: the parameters.
         width: the bytes of a row.
     """
 
     route: tuple[int, ...]
-    is_sharded: bool
-    slots: tuple[Slot, ...] = ()
-    width: int = HEADER_BYTES
+    slots: tuple[Slot, ...]
+    width: int
 
     @staticmethod
-    def of(route: tuple[int, ...], is_sharded: bool, slots: Sequence[Slot]) -> MessageLayout:
-        """Lay out ``slots``, in any order, after the header."""
-        end, laid_out = HEADER_BYTES, []
-        for slot in sorted(slots, key=lambda slot: _order(slot.row_bytes, slot.dtype.itemsize)):
-            laid_out.append(replace(slot, offset=end))
-            end += slot.row_bytes
-        return MessageLayout(route, is_sharded, tuple(laid_out), aligned_bytes(end))
+    def of(route: tuple[int, ...], slots: Iterable[Slot]) -> MessageLayout:
+        """Lay out ``slots``, in any order."""
+        end, laid_out = 0, []
+        for slot in sorted(slots, key=lambda slot: _order(slot.tensor, slot.tensor.row_bytes)):
+            laid_out.append(slot._replace(offset=end))
+            end += slot.tensor.row_bytes
+        return MessageLayout(route, tuple(laid_out), aligned_bytes(max(1, end)))
 
     def unpack(self, rows: torch.Tensor, packed: torch.Tensor) -> None:
         """Copy the full tensors to their places in ``packed``.
@@ -220,57 +171,31 @@ class MessageLayout:
             packed: 1-d, contiguous, uint8, a multiple of 16 bytes.
         """
         axes = sorted(self.route, reverse=True)
-        wanted = (*self.route[1:], self.route[0]) if self.is_sharded else self.route
-        by_part = rows.permute([*map(axes.index, wanted), -1])
+        by_cut = rows.permute([*map(axes.index, self.route), -1])
         sources: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
-        wide = {size: (rows.view(kind), packed.view(kind)) for size, kind in _KINDS.items()}
-        for slot in self.slots:
-            shards = slot.tensor.parts()[0][2]
-            if slot.tensor.inner or not shards.concatenates:
-                _unpack_parts(slot, by_part, packed)
-            elif shards.numel:
-                # The first ranks have a full shard each, and the next one may have part of one.
-                full = shards.numel * slot.dtype.itemsize
-                step = gcd(slot.offset, slot.place, slot.row_bytes, full, 8)
-                source, place = wide[step]
-                width, row, (whole, rest) = self.width // step, slot.row_bytes // step, divmod(full, slot.row_bytes)
-                at = source.storage_offset() + slot.offset // step
-                begin = place.storage_offset() + slot.place // step
-                sources.append(source.as_strided((whole, row), (width, 1), at))
-                places.append(place.as_strided((whole, row), (row, 1), begin))
-                if rest:
-                    sources.append(source.as_strided((rest // step,), (1,), at + whole * width))
-                    places.append(place.as_strided((rest // step,), (1,), begin + whole * row))
+        for dtype in dict.fromkeys(slot.tensor.dtype for slot in self.slots):
+            source, place, size = by_cut.view(dtype), packed.view(dtype), dtype.itemsize
+            first, start, width = int(source.storage_offset()), int(place.storage_offset()), self.width // size
+            for slot in self.slots:
+                tensor, row, begin, at = slot.tensor, slot.tensor.row_numel, slot.place // size, slot.offset // size
+                if tensor.dtype != dtype or not row:
+                    continue
+                numel = prod(tensor.shape)
+                if tensor.concatenates:  # the first ranks have a full shard each, and the next one may have a part
+                    whole, rest = divmod(numel, row)
+                    sources.append(source.as_strided((whole, row), (width, 1), first + at))
+                    places.append(place.as_strided((whole, row), (row, 1), start + begin))
+                    if rest:
+                        sources.append(source.as_strided((rest,), (1,), first + at + whole * width))
+                        places.append(place.as_strided((rest,), (1,), start + begin + whole * row))
+                    continue
+                full = place[begin : begin + numel].view(tensor.shape)
+                for ranks in product(*(range(count) for _, count, _ in tensor.cuts)):
+                    extent = tensor.extent(*ranks)
+                    part = source[ranks][at : at + prod(extent.local_shape)].view(extent.local_shape)
+                    for box in extent.boxes():
+                        sources.append(box.of_part(part))
+                        places.append(full[box.slices])
         if places:
             torch._foreach_copy_(places, sources)
-
-
-_KINDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""The dtypes as which bytes are copied: the wider, the faster."""
-
-
-def _unpack_parts(slot: Slot, rows: torch.Tensor, packed: torch.Tensor) -> None:
-    """Copy a tensor that is cut on several axes, or on another dim than the first.
-
-    ``rows`` has a dim for each inner axis, one for the shard axis if there is one, and the width.
-    """
-    size = slot.dtype.itemsize
-    nbytes = prod(slot.tensor.shape) * size
-    flat = packed[slot.place : slot.place + nbytes].view(slot.dtype)
-    if not slot.tensor.inner:  # no memory for a part: it would be all of the tensor
-        shards = slot.tensor.parts()[0][2]
-        if shards.numel:
-            own = rows[..., slot.offset : slot.offset + shards.padded_numel * size].view(slot.dtype)
-            unpack_parameter(shards, own if own.ndim == 2 else own.unsqueeze(0), flat)
-        return
-    full = flat.view(slot.tensor.shape)
-    for at, extent, shards in slot.tensor.parts():
-        if not shards.numel:
-            continue
-        own = rows[at][..., slot.offset : slot.offset + shards.padded_numel * size].view(slot.dtype)
-        part = torch.empty(shards.full_numel, dtype=slot.dtype, device=packed.device)
-        unpack_parameter(shards, own if own.ndim == 2 else own.unsqueeze(0), part)
-        part = part[: shards.numel].view(extent.local_shape)
-        for box in extent.boxes():
-            full[box.slices].copy_(box.of_part(part))

@@ -6,7 +6,7 @@ with tensor parallelism. The next buckets are gathered while the consumer works.
 How ranks end together: each message has a header in which every rank says whether it goes on. A rank whose consumer has
 raised, or left the loop, says in all further messages that it has left, with the number of its rank. It takes part in
 them until it has received one that says so of any rank; so do all others, and after it no rank launches another. A rank
-launches bucket ``i + 1 + ahead`` only once it has read the headers of bucket ``i``, so all have launched the same
+launches bucket ``i + 2`` only once it has read the headers of bucket ``i``, so all have launched the same
 buckets then. Each bucket uses all axes of the model, so that on meshes of several axes all ranks read it in the same
 bucket.
 """
@@ -16,29 +16,26 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import groupby
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from composable_fsdp._core.memory import CommStream, InFlight, device_capabilities
-from composable_fsdp._core.params import is_wrapper
-from composable_fsdp._extents import assemble_full
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather, BucketPlan, plan_buckets
 from composable_fsdp.plugins.weight_stream.model_sources import ModelSources, prepare
-from composable_fsdp.plugins.weight_stream.packed_layout import HEADER_NUMBERS, MessageLayout, PackedLayout, placed
-from composable_fsdp.plugins.weight_stream.weight_names import KeyMap, Named, PackedTensor, Unit, units_of
+from composable_fsdp.plugins.weight_stream.packed_layout import PackedLayout
+from composable_fsdp.plugins.weight_stream.weight_names import KeyMap, Unit, units_of
 
 __all__ = ["WeightBucket", "WeightStream", "stream_full_params"]
 
 BUCKET_BYTES = 512 << 20
+_AHEAD = 1
+"""The buckets that are gathered while the consumer works."""
 
 
 class WeightBucket:
@@ -49,13 +46,10 @@ class WeightBucket:
         packed: the tensors, 1-d, uint8; ``None`` on a rank that gets no values.
     """
 
-    def __init__(
-        self, layout: PackedLayout, packed: torch.Tensor | None, rebuild: Callable[[Mapping[str, Any]], Any] | None
-    ) -> None:
+    def __init__(self, layout: PackedLayout, packed: torch.Tensor | None) -> None:
         self.layout = layout
         self.packed = packed
-        self._rebuild = rebuild
-        self._tensors: dict[str, torch.Tensor] | None = None
+        self._tensors = {} if packed is None else layout.unpack(packed)
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -63,21 +57,14 @@ class WeightBucket:
         return self.layout.aliases
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the names and full tensors, in the order of the model. They share the memory of ``packed``.
-
-        A parameter of a tensor subclass is one of that class, made of the inner tensors that ``layout`` has.
-        """
-        if self._tensors is None:
-            self._tensors = {} if self.packed is None else self.layout.unpack(self.packed)
-        tensors = self._tensors if self._rebuild is None or not self._tensors else self._rebuild(self._tensors)
-        return iter(list(tensors.items()))
+        """Return the names and full tensors. They share the memory of ``packed``."""
+        return iter(list(self._tensors.items()))
 
     def _release(self) -> None:
         """Free the memory. Tensors that somebody still refers to are empty afterwards."""
-        packed, self.packed, tensors, self._tensors = self.packed, None, self._tensors, None
-        with torch.inference_mode():  # tensors that items() has made in inference mode cannot be changed outside of it
-            for tensor in (*(tensors or {}).values(), *(() if packed is None else (packed,))):
-                tensor.set_()
+        for tensor in (*self._tensors.values(), *(() if self.packed is None else (self.packed,))):
+            tensor.set_()
+        self.packed, self._tensors = None, {}
 
 
 def stream_full_params(
@@ -85,11 +72,9 @@ def stream_full_params(
     bucket_bytes: int = BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     key_map: KeyMap | None = None,
-    device: torch.device | str | None = None,
     rank0_only: bool = False,
-    ahead: int = 1,
 ) -> WeightStream[WeightBucket]:
-    """Return an iterator of buckets with all parameters of ``model`` in full, in the order of the model.
+    """Return an iterator of buckets with all parameters of ``model`` in full: of its first parameters first.
 
     Each bucket is one all-gather (two with tensor parallelism), however many parameters it has. The next one is in
     flight while the body of the loop works. All ranks must call this together and iterate equally far::
@@ -99,11 +84,11 @@ def stream_full_params(
                 ...
 
     Tensors are valid until the next bucket is asked for, and then are empty: clone what is to be kept. Memory is that
-    of ``1 + ahead`` buckets, at least two; a parameter of more than ``bucket_bytes`` is a bucket of its own. Do not
-    change parameters before the end. Buffers are not streamed, since every rank has them: ``model.named_buffers()``.
+    of two buckets; a parameter of more than ``bucket_bytes`` is a bucket of its own. Do not change parameters before
+    the end. Buffers are not streamed, since every rank has them: ``model.named_buffers()``.
 
     If the body raises or leaves the loop on one rank, that rank takes part in all-gathers until the others know: they
-    raise a ``PeerError`` that names it when they ask for a bucket that it no longer sends, at most ``1 + ahead``
+    raise a ``PeerError`` that names it when they ask for a bucket that it no longer sends, at most two
     buckets later. Ranks that get nothing from it, those of other replicas, go on to the end. All can go on then. For
     that the iterator must be closed at once, as it is by ``for bucket in stream_full_params(...)``; keep it in a
     variable only inside of ``with stream_full_params(...) as stream``. It also needs a body without collectives: a rank
@@ -113,46 +98,46 @@ def stream_full_params(
         model: a module, sharded or not.
         bucket_bytes: the most bytes of a bucket.
         dtype: cast parameters of floating point to it, before they are sent.
-        key_map: a function of a name, or a mapping from names, to one of these. Names that a mapping lacks stay.
+        key_map: a function of a name, that returns one of these:
 
-            - another name;
+            - a name;
             - ``None``: the parameter is left out;
             - ``JoinPart(name, index, count)``: it is a part of tensor ``name``, which is the concatenation along dim 0
-              of all ``count`` parts in the order of ``index`` and has the place of the first that the model has;
-            - a mapping ``{name: rows, ...}``: it is split along dim 0, in this order.
+              of all ``count`` parts in the order of ``index`` and has the place of the first that the model has.
 
             Names are without prefixes of wrappers, as in ``composable_fsdp.checkpoint.state_dict``. Of a tied
             parameter, the first name counts that is not left out; others that are mapped to names are
             ``bucket.aliases``.
-        device: the device of the buckets; by default that on which the model computes.
         rank0_only: only the first rank of the model's largest mesh gets tensors. Buckets of other ranks have
             ``packed=None`` and no items. They take part in the all-gathers and drop what they receive, since no
             transport gathers to one rank: it saves them the copies and half of the memory.
-        ahead: the number of buckets that are gathered while the consumer works.
 
     Raises:
         ConfigurationError: an argument makes no sense.
-        ParameterError: parameters are on the meta device, pending sums, or of a class that cannot be taken apart.
+        ParameterError: parameters are on the meta device, pending sums, or of a class that wraps other tensors.
         LifecycleError: during a forward or backward.
         DivergenceError: ranks call it for different models, or with different arguments.
         PeerError: another rank has raised one of these; in the loop, another rank has left it.
     """
-    sources = ModelSources.of(model, prepare(model, "stream_full_params"))
+    sources = ModelSources.of(model, dtype, prepare(model, "stream_full_params"))
 
     def contents() -> _FullParams:
-        check_arguments(bucket_bytes, dtype, ahead)
-        return _FullParams(sources, _plan(sources, sources.named(dtype), key_map, bucket_bytes))
+        return _FullParams(plan_buckets(sources, checked_units(sources, bucket_bytes, dtype, key_map), bucket_bytes))
 
-    return WeightStream("stream_full_params", sources, contents, device, rank0_only, ahead)
+    return WeightStream("stream_full_params", sources, contents, rank0_only)
 
 
-def check_arguments(bucket_bytes: int, dtype: torch.dtype | None, ahead: int) -> None:
+def checked_units(
+    sources: ModelSources, bucket_bytes: int, dtype: torch.dtype | None, key_map: KeyMap | None
+) -> list[Unit]:
+    """Check the arguments of a stream, and return its tensors."""
     if bucket_bytes < 1:
         raise ConfigurationError(f"bucket_bytes is a number of bytes of at least 1, not {bucket_bytes!r}.")
-    if ahead < 0:
-        raise ConfigurationError(f"ahead is a number of buckets of at least 0, not {ahead!r}.")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"dtype is a dtype of floating point or None, not {dtype!r}.")
+    units = units_of(sources.named(), key_map)
+    sources.check([i for unit in units for i in unit.members])
+    return units
 
 
 class Item(Protocol):
@@ -173,16 +158,16 @@ class Contents(Protocol[T_co]):
     def sizes(self) -> object:
         """Return what must be the same on all ranks."""
 
-    def opening(self) -> Sequence[int]:
-        """Return this rank's five numbers for the agreement, of which all ranks learn the largest."""
+    def opening(self) -> tuple[int, int]:
+        """Return this rank's numbers for the agreement, of which all ranks learn the largest."""
 
-    def agreed(self, numbers: Sequence[int]) -> None:
+    def agreed(self, first: int, second: int) -> None:
         """Note the largest of all ranks' numbers."""
 
-    def gather(self, number: int, left: int) -> BucketGather:
-        """Return bucket ``number``, not launched yet. ``left`` is 1 + this rank if it has left: it sends no values."""
+    def next_plan(self, number: int, has_left: bool) -> tuple[BucketPlan, int]:
+        """Return the plan of bucket ``number``, and a number of which all ranks learn the largest with it."""
 
-    def received(self, number: int, gather: BucketGather, device: torch.device, *, takes: bool) -> T_co:
+    def received(self, number: int, gather: BucketGather, *, takes: bool) -> T_co:
         """Return what is yielded for bucket ``number``, which has arrived, with values if ``takes``."""
 
     def finish(self) -> None:
@@ -198,29 +183,21 @@ class WeightStream(Generic[T]):
     _is_done = True
 
     def __init__(
-        self,
-        caller: str,
-        sources: ModelSources,
-        contents: Callable[[], Contents[T]],
-        device: torch.device | str | None,
-        rank0_only: bool,
-        ahead: int,
+        self, caller: str, sources: ModelSources, contents: Callable[[], Contents[T]], rank0_only: bool
     ) -> None:
         self._caller, self._sources = caller, sources
         self._stream = CommStream("weights", device_capabilities(sources.device), priority=-1)
-        self._device, self._ahead = sources.device, ahead
-        self._gets_values = sources.is_root or not rank0_only
+        self._takes = sources.is_root or not rank0_only
         self._left = 0
         """1 + the rank of this process once its consumer has left."""
         self._problem: BaseException | None = None
         made: Contents[T] | None = None
-        numbers: Sequence[int] = (0,) * (HEADER_NUMBERS - 3)
+        numbers = 0, 0
         try:
             made = contents()
             numbers = made.opening()
-            self._device = sources.device if device is None else torch.device(device)
         except BaseException as error:  # also an interrupt of key_map: the others wait for this rank
-            self._problem = error
+            self._leave(error)
         self._contents = self._agree(made, numbers)
         self._in_flight: deque[tuple[BucketGather, InFlight[None]]] = deque()
         self._launched = self._position = 0
@@ -258,11 +235,11 @@ class WeightStream(Generic[T]):
         number = self._position
         try:
             self._launch(number + 1)
-            left, self._current = self._receive(takes=self._gets_values)
+            left, self._current = self._receive(takes=self._takes)
             if left:
                 self._drain()
             else:
-                self._launch(self._position + self._ahead)
+                self._launch(self._position + _AHEAD)
         except BaseException:
             self._is_done = True
             raise
@@ -281,7 +258,7 @@ class WeightStream(Generic[T]):
     def close(self) -> None:
         """End the stream. If buckets are left, other ranks are told in their all-gathers, in which this one takes part.
 
-        It waits for the others to come there, which read ``1 + ahead`` buckets more than this one.
+        It waits for the others to come there, which read two buckets more than this one.
         """
         self._release()
         if self._is_done:
@@ -295,46 +272,42 @@ class WeightStream(Generic[T]):
                 self._launch(self._position + 1)
                 if self._receive(takes=False)[0]:
                     break
-                self._launch(self._position + self._ahead)
+                self._launch(self._position + _AHEAD)
             self._drain()
 
-    def _leave(self) -> None:
+    def _leave(self, problem: BaseException | None = None) -> None:
+        self._problem = problem
         self._left = 1 + (dist.get_rank() if dist.is_initialized() else 0)
 
     def _release(self) -> None:
         if self._current is not None:
-            self._current._release()
+            with torch.inference_mode(False), torch.no_grad():
+                self._current._release()
             self._current = None
 
-    def _agree(self, made: Contents[T] | None, numbers: Sequence[int]) -> Contents[T]:
-        """Return what was made. Raise on all ranks if one has a problem, or if they send different messages."""
-        problem = self._problem
-        own = 1 + dist.get_rank() if problem is not None and dist.is_initialized() else 0
-        check = 0 if made is None else crc32(repr((made.sizes(), self._ahead)).encode())
-        largest, smallest = check, -check
-        if self._sources.axes:
-            everywhere = MessageLayout(tuple(range(len(self._sources.axes))), False)
-            plan = BucketPlan(PackedLayout((), 0), ([everywhere], ()))
-            gather = BucketGather(self._sources, plan, (own, check, -check, *numbers), f"agreement on {self._caller}")
-            with torch.no_grad():
-                gather.run(self._stream).wait()
-            own, largest, smallest, *numbers = gather.header
-        if problem is not None:
-            raise problem
-        if own:
+    def _agree(self, made: Contents[T] | None, numbers: tuple[int, int]) -> Contents[T]:
+        """Return what was made. Raise on all ranks if one has a problem, or if they plan different messages."""
+        check = 0 if made is None else crc32(repr(made.sizes()).encode())
+        header = self._left, check, -check, *numbers
+        gather = BucketGather(self._sources, BucketPlan(), header, f"agreement on {self._caller}")
+        with torch.inference_mode(False), torch.no_grad():
+            gather.run(self._stream).wait()
+        left, largest, smallest, *numbers_of_all = gather.header
+        if self._problem is not None:
+            raise self._problem
+        if made is None or left:
             raise PeerError(
-                f"rank {own - 1} cannot stream the parameters of the model: look at its output for the error. Nothing "
+                f"rank {left - 1} cannot stream the parameters of the model: look at its output for the error. Nothing "
                 "was sent.",
-                [own - 1],
+                [left - 1],
             )
-        assert made is not None
         if largest != -smallest:
             raise DivergenceError(
                 f"ranks call {self._caller} for different models or with different arguments: this rank planned "
                 f"{len(made)} buckets of other sizes or parameters. Nothing was sent. Pass the same model, "
                 "bucket_bytes, dtype, key_map and other arguments on all ranks."
             )
-        made.agreed(numbers)
+        made.agreed(*numbers_of_all)
         return made
 
     def _launch(self, end: int) -> None:
@@ -342,28 +315,32 @@ class WeightStream(Generic[T]):
         for number in range(self._launched, min(end, len(self))):
             gather: BucketGather | None = None
             try:
-                gather = self._contents.gather(number, self._left)
+                gather = self._gather(number)
                 pending = gather.run(self._stream)
             except BaseException as error:  # such as one of memory, on this rank only
                 if gather is not None and gather.is_launched:
                     raise
-                self._problem = error
-                self._leave()
-                gather = self._contents.gather(number, self._left)
+                self._leave(error)
+                gather = self._gather(number)
                 pending = gather.run(self._stream)
             self._in_flight.append((gather, pending))
             self._launched += 1
+
+    def _gather(self, number: int) -> BucketGather:
+        plan, more = self._contents.next_plan(number, self._left > 0)
+        header = self._left, 0, 0, 0, more
+        return BucketGather(self._sources, plan, header, f"bucket {number + 1} of {self._caller}")
 
     def _receive(self, *, takes: bool) -> tuple[int, T | None]:
         """Wait for the next bucket. Return 1 + the rank that has left in it, or 0, and the bucket if none has."""
         gather, pending = self._in_flight.popleft()
         number, self._position = self._position, self._position + 1
         pending.wait()
-        left = int(gather.header[0])
+        left = gather.header[0]
         if left:
             return left, None
         try:
-            return 0, self._contents.received(number, gather, self._device, takes=takes)
+            return 0, self._contents.received(number, gather, takes=takes)
         except BaseException:  # such as one of memory, on this rank only
             del gather, pending
             self.close()
@@ -378,8 +355,8 @@ class WeightStream(Generic[T]):
 class _FullParams:
     """Contents of a stream: all values."""
 
-    def __init__(self, sources: ModelSources, plans: Sequence[BucketPlan]) -> None:
-        self._sources, self._plans = sources, plans
+    def __init__(self, plans: Sequence[BucketPlan]) -> None:
+        self._plans = plans
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -387,100 +364,17 @@ class _FullParams:
     def sizes(self) -> object:
         return [plan.sizes() for plan in self._plans]
 
-    def opening(self) -> Sequence[int]:
-        return (0,) * (HEADER_NUMBERS - 3)
+    def opening(self) -> tuple[int, int]:
+        return 0, 0
 
-    def agreed(self, numbers: Sequence[int]) -> None:
+    def agreed(self, first: int, second: int) -> None:
         pass
+
+    def next_plan(self, number: int, has_left: bool) -> tuple[BucketPlan, int]:
+        return self._plans[number], 0
+
+    def received(self, number: int, gather: BucketGather, *, takes: bool) -> WeightBucket:
+        return WeightBucket(self._plans[number].layout, gather.unpack() if takes else None)
 
     def finish(self) -> None:
         pass
-
-    def gather(self, number: int, left: int) -> BucketGather:
-        header = (left, *(0,) * (HEADER_NUMBERS - 1))
-        return BucketGather(self._sources, self._plans[number], header, f"bucket {number + 1} of stream_full_params")
-
-    def received(self, number: int, gather: BucketGather, device: torch.device, *, takes: bool) -> WeightBucket:
-        plan = self._plans[number]
-        if plan.whole is not None:
-            return self._assemble(plan.whole, device, takes=takes)
-        return WeightBucket(plan.layout, gather.unpack().to(device) if takes else None, None)
-
-    def _assemble(self, unit: Unit, device: torch.device, *, takes: bool) -> WeightBucket:
-        """Return a bucket of the inner tensors of a wrapper, which its own class gathers. All ranks must call it."""
-        source = self._sources.sources[unit.members[0]]
-        full, name = _arrived(assemble_full(source.tensor, source.sharding, False)), unit.tensors[0].name
-        inner = dict(_inner_tensors(name, full))
-        parts = [PackedTensor(each, tuple(tensor.shape), tensor.dtype) for each, tensor in inner.items()]
-        layout, _ = placed([Unit((), (p,), inner[p.name].nbytes) for p in parts])
-        layout = PackedLayout(layout.tensors, layout.nbytes, unit.aliases)
-        if not takes:
-            return WeightBucket(layout, None, None)
-        packed = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        for each, place in layout.unpack(packed).items():
-            place.copy_(inner[each])
-        return WeightBucket(layout, packed, partial(_rebuilt_by_name, name, _Wrapper.of(full)))
-
-
-def _plan(sources: ModelSources, named: Sequence[Named], key_map: KeyMap | None, bucket_bytes: int) -> list[BucketPlan]:
-    """Return the plans of all buckets. One that its class gathers is alone in a bucket."""
-    units = units_of(named, key_map)
-    sources.check(units, named)
-    plans: list[BucketPlan] = []
-    for is_whole, run in groupby(units, lambda unit: named[unit.members[0]].is_whole):
-        if is_whole:
-            plans += (BucketPlan(PackedLayout((), 0), sources.messages([], [], named), unit) for unit in run)
-        else:
-            plans += plan_buckets(sources, list(run), named, bucket_bytes)
-    return plans
-
-
-# -- tensors of wrapper classes
-
-
-def _inner_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the plain inner tensors of ``tensor``, called ``name``."""
-    if not is_wrapper(tensor):
-        yield name, tensor.detach()
-        return
-    for attribute in cast(Any, tensor).__tensor_flatten__()[0]:
-        yield from _inner_tensors(f"{name}.{attribute}", _arrived(getattr(tensor, attribute)))
-
-
-def _arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or what it is once the collective is done that makes it."""
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-class _Wrapper(NamedTuple):
-    """The class, context, shape and stride with which a wrapper is rebuilt from its inner tensors."""
-
-    kind: Any
-    context: Any
-    shape: torch.Size
-    stride: tuple[int, ...]
-    inner: Mapping[str, _Wrapper | None]
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Wrapper | None:
-        """Return that of ``tensor``, or ``None`` if it is plain."""
-        if not is_wrapper(tensor):
-            return None
-        attributes, context = cast(Any, tensor).__tensor_flatten__()
-        inner = {each: _Wrapper.of(_arrived(getattr(tensor, each))) for each in attributes}
-        return _Wrapper(type(tensor), context, tensor.shape, tensor.stride(), inner)
-
-
-def _rebuilt(name: str, wrapper: _Wrapper | None, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the tensor called ``name`` with the inner ``tensors``."""
-    if wrapper is None:
-        return tensors[name]
-    inner = {each: _rebuilt(f"{name}.{each}", deeper, tensors) for each, deeper in wrapper.inner.items()}
-    made: torch.Tensor = wrapper.kind.__tensor_unflatten__(inner, wrapper.context, wrapper.shape, wrapper.stride)
-    return made
-
-
-def _rebuilt_by_name(
-    name: str, wrapper: _Wrapper | None, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    return {name: _rebuilt(name, wrapper, tensors)}
