@@ -313,8 +313,10 @@ def test_errors_are_the_same_on_all_ranks_and_nothing_is_sent() -> None:
         copy_params(two, tied)
     closed = nn.Module()
     closed.weight = nn.Parameter(Closed(torch.ones(2)), requires_grad=False)
-    for wraps, kind in (closed, "Closed"), (model_of(["pair"], 0), "Pair"):
-        with pytest.raises(ParameterError, match=rf"weight' is a {kind}, a class with __torch_dispatch__, and streams"):
+    for wraps, class_name in (closed, "Closed"), (model_of(["pair"], 0), "Pair"):
+        with pytest.raises(
+            ParameterError, match=rf"weight' is a {class_name}, a class with __torch_dispatch__, and streams"
+        ):
             stream_full_params(wraps)
     assert len(streamed(model)) == 7
 
@@ -323,7 +325,7 @@ def test_errors_are_the_same_on_all_ranks_and_nothing_is_sent() -> None:
 @on_ranks(2)
 def test_tensor_subclasses_with_values_of_their_own_are_streamed_as_plain_tensors() -> None:
     model, reference = model_of(["tagged"], 0), model_of(["tagged"], 0)
-    fully_shard(model["tagged"], mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model.get_submodule("tagged"), mesh=init_device_mesh("cpu", (2,)))
     found = streamed(model, dtype=torch.bfloat16)
     for name, value in reference.named_parameters():
         assert_exact(found[name], inner_of(value).get("values", value).detach().bfloat16(), name)
