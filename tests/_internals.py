@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._dcp import save as checkpoint_save
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint
     from composable_fsdp.checkpoint._dcp.metadata import read_metadata
-    from composable_fsdp.checkpoint._safetensors import Replacement, StoredTensors, TensorSpec, dtype_code
+    from composable_fsdp.checkpoint._safetensors import Replacement, TensorSpec, dtype_code, main_file, read_headers
     from composable_fsdp.checkpoint._state_dict import model
     from composable_fsdp.checkpoint._state_dict.model import Form, OwnerRanks, to_form
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored

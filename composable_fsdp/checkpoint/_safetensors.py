@@ -2,7 +2,7 @@
 
 The safetensors library writes complete files from full tensors. torch's ``HuggingFaceStorageWriter`` writes all data
 twice, and its consolidation leaves scalars at zero and raises for integer tensors; its reader ignores the index. So
-files are written and read here, block by block. ``test_checkpoint_of_torch.py`` shows it.
+files are written and read here, block by block.
 
 Headers are built from shapes and dtypes alone, rank 0 reserves the files, and every rank writes its shards at their
 offsets. Ranks exchange no tensors, write concurrently, and need memory for one block.
@@ -21,12 +21,11 @@ import json
 import os
 import re
 import secrets
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -120,36 +119,30 @@ def load_safetensors(
     ranks = meet(load_safetensors, check, timeout)
     path = Path(path_or_index)
     mismatch = Mismatch()
-    jobs: list[tuple[LocalShard, str]] = []  # the shards to fill, with their keys
-    stored: StoredTensors | None = None
+    jobs: list[tuple[LocalShard, StoredTensor]] = []
 
     def match() -> _Fit:
-        nonlocal stored
-        stored = StoredTensors.at(path)
+        stored = read_headers(path)
         jobs.extend(_match(stored, keyed_tensors(model, key_map)[0], mismatch, strict, convert_dtype))
-        tensors = sorted((name, each.code, each.shape) for name, each in stored.tensors.items())
-        return mismatch, digest(tensors)
+        return mismatch, digest(sorted((name, each.code, each.shape) for name, each in stored.items()))
 
     def verify(fits: list[_Fit]) -> list[str]:
         """Return the keys that no rank expects. Raise if anything does not fit."""
-        assert stored is not None
         mismatches = {rank: mismatch for rank, (mismatch, _) in enumerate(fits)}
         leave_common_unexpected(mismatches.values())
         ignored = () if strict else ("missing", "unexpected")
-        refuse(f"{stored.path} does not fit {type(model).__name__}", mismatches, ignored)
+        refuse(f"{path} does not fit {type(model).__name__}", mismatches, ignored)
         others = [rank for rank, (_, seen) in enumerate(fits) if seen != fits[0][1]]
         if others:  # a path may be another directory on another host
             raise CheckpointError(
-                f"{stored.path} is not the same checkpoint on all ranks: {ranks_text(others)} found other tensors than "
+                f"{path} is not the same checkpoint on all ranks: {ranks_text(others)} found other tensors than "
                 "rank 0. Put it on storage that all ranks share, or the same copy on every host."
             )
         return list(mismatches[0].unexpected)
 
     def read() -> None:
-        assert stored is not None
-        places = stored.tensors
-        for part, key in sorted(jobs, key=lambda job: (places[job[1]].file, places[job[1]].begin)):
-            _read_part(places[key], part, key)
+        for part, stored in sorted(jobs, key=lambda job: (job[1].file, job[1].begin)):
+            _read_part(stored, part)
 
     unexpected = ranks.combine(what, match, verify)
     ranks.agree(what, read)
@@ -161,53 +154,48 @@ _Fit = tuple[Mismatch, str]
 
 
 def _match(
-    stored: StoredTensors, tensors: list[KeyedTensor], mismatch: Mismatch, strict: bool, convert_dtype: bool
-) -> Iterator[tuple[LocalShard, str]]:
-    """Yield the shards that are in the files, with their keys, and note all differences."""
-    used = set[str]()
+    stored: Mapping[str, StoredTensor],
+    tensors: list[KeyedTensor],
+    mismatch: Mismatch,
+    strict: bool,
+    convert_dtype: bool,
+) -> list[tuple[LocalShard, StoredTensor]]:
+    """Return the shards that are in the files, each with its tensor there, and note all differences."""
+    jobs: list[tuple[LocalShard, StoredTensor]] = []
+    used: dict[str, StoredTensor] = {}
     for part, names in tensors:
-        found = _keys_of(names, stored)
-        used |= found.keys()
+        found = {stored[key].name: (name, stored[key]) for key, name in reversed(names.items()) if key in stored}
+        used |= {key: each for key, (_, each) in found.items()}
         if not found:
             key, name = next(iter(names.items()))
             mismatch.missing[name] = tensor_text(part.value.dtype, part.shape) + _key_note(name, key)
             continue
-        yield part, next(iter(found))
-        for key, name in list(found.items())[: None if strict else 1]:
-            _compare(name, part, key, stored.tensors[key], convert_dtype, mismatch)
-    for key, each in stored.tensors.items():
-        if key not in used:
-            mismatch.unexpected[key] = f"{_dtype_of(each)} {each.shape}"
-    if strict and not mismatch.shapes and not mismatch.dtypes:
-        mismatch.others = [text for part, names in tensors for text in _check_ties(part, names, stored)]
+        (_, first), *others = reversed(found.values())
+        jobs.append((part, first))
+        for name, each in list(reversed(found.values()))[: None if strict else 1]:
+            _compare(name, part, each, convert_dtype, mismatch)
+        if strict and not mismatch.shapes and not mismatch.dtypes:
+            mismatch.others += [text for _, each in others for text in _check_tie(part, first, each)]
+    unexpected = (each for key, each in stored.items() if key == each.name and key not in used)
+    mismatch.unexpected = {each.name: f"{_dtype_of(each)} {each.shape}" for each in unexpected}
+    return jobs
 
 
 @torch.no_grad()
-def _read_part(stored: StoredTensor, part: LocalShard, key: str) -> None:
+def _read_part(stored: StoredTensor, part: LocalShard) -> None:
     try:
         with part.plain(write=True) as local:
             for box, values in stored.blocks(part.extent.boxes()):
                 box.of_part(local).copy_(values)
     except Exception as error:
         raise CheckpointError(
-            f"{stored.file} could not be read at {key!r}: {error}. The model is loaded in part."
+            f"{stored.file} could not be read at {stored.name!r}: {error}. The model is loaded in part."
         ) from error
 
 
-def _keys_of(names: Mapping[str, str], stored: StoredTensors) -> dict[str, str]:
-    """Return the ``names`` of a tensor by its keys in the files. A tensor tied only in the model has several."""
-    found: dict[str, str] = {}
-    for wanted, name in names.items():
-        if (key := stored.key(wanted)) is not None:
-            found.setdefault(key, name)
-    return found
-
-
-def _compare(
-    name: str, part: LocalShard, key: str, stored: StoredTensor, convert_dtype: bool, mismatch: Mismatch
-) -> None:
+def _compare(name: str, part: LocalShard, stored: StoredTensor, convert_dtype: bool, mismatch: Mismatch) -> None:
     """Add to ``mismatch`` why ``stored`` cannot be loaded into ``part``."""
-    dtype, note = part.value.dtype, _key_note(name, key)
+    dtype, note = part.value.dtype, _key_note(name, stored.name)
     fits = stored.dtype is not None and torch.can_cast(stored.dtype, dtype)
     if stored.shape != part.shape:
         mismatch.shapes[name] = differ(stored.shape, part.shape) + note
@@ -216,13 +204,11 @@ def _compare(
         mismatch.dtypes[name] = differ(_dtype_of(stored), dtype_name(dtype)) + note + advice
 
 
-def _check_ties(part: LocalShard, names: Mapping[str, str], stored: StoredTensors) -> Iterator[str]:
-    """Yield an error text for each key whose values differ from those of the first key, in this rank's shard."""
-    first, *others = list(_keys_of(names, stored)) or [""]
-    for other in others:
-        pairs = zip(*(stored.tensors[key].blocks(part.extent.boxes()) for key in (first, other)), strict=True)
-        if not all(torch.equal(*(t.reshape(-1).view(torch.uint8) for _, t in pair)) for pair in pairs):
-            yield f"tied in the model, but with different values in the files: {first} and {other}"
+def _check_tie(part: LocalShard, first: StoredTensor, other: StoredTensor) -> Iterator[str]:
+    """Yield an error text if the values of two tensors differ in this rank's shard."""
+    pairs = zip(*(each.blocks(part.extent.boxes()) for each in (first, other)), strict=True)
+    if not all(torch.equal(*(t.reshape(-1).view(torch.uint8) for _, t in pair)) for pair in pairs):
+        yield f"tied in the model, but with different values in the files: {first.name} and {other.name}"
 
 
 def _key_note(name: str, key: str) -> str:
@@ -267,8 +253,9 @@ def keyed_tensors(model: nn.Module, key_map: KeyMap | None) -> tuple[list[KeyedT
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: the file, the format's name for its dtype, its shape, and the offset of its first byte."""
+    """A tensor in a file: its name, the file, the format's name for its dtype, its shape, and its first byte."""
 
+    name: str
     file: Path
     code: str
     shape: tuple[int, ...]
@@ -286,26 +273,15 @@ class StoredTensor:
         """
         dtype, shape = DTYPES[self.code], self.shape
         itemsize, most = dtype.itemsize, BLOCK_BYTES // dtype.itemsize
-        strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         buffer = torch.empty(min(most, prod(shape)), dtype=dtype)
         raw = buffer.view(torch.uint8).numpy().data
         with open(self.file, "rb", buffering=0) as file:
             for piece in (piece for box in boxes for piece in box.pieces(shape, most)):
                 length, starts = piece.runs(shape)
-                last = sum((size - 1) * stride for size, stride in zip(piece.sizes, strides, strict=True))
-                count = prod(piece.sizes)
-                if (last + 1 - count) * itemsize <= count // length * _SHORT_GAP:
-                    starts, length, values = islice(starts, 1), last + 1, buffer.as_strided(piece.sizes, strides)
-                else:
-                    values = buffer[:count].view(piece.sizes)
                 for number, start in enumerate(starts):
                     data = raw[number * length * itemsize : (number + 1) * length * itemsize]
                     _read_at(file.fileno(), data, self.begin + start * itemsize)
-                yield piece, values
-
-
-_SHORT_GAP = 8192
-"""Bytes between two runs that are read with them, since that takes no longer than another call."""
+                yield piece, buffer[: prod(piece.sizes)].view(piece.sizes)
 
 
 def _read_at(opened: int, data: memoryview, offset: int) -> None:
@@ -316,44 +292,24 @@ def _read_at(opened: int, data: memoryview, offset: int) -> None:
         data, offset = data[done:], offset + done
 
 
-@dataclass(frozen=True)
-class StoredTensors:
-    """The tensors of a checkpoint, read from its headers. Headers have the tensors' ends, so truncation is detected.
+def read_headers(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a ``.safetensors`` file, an index, or a directory with either, by name and other names.
 
-    ``aliases`` are names that are in no file, with the names of their tensors.
+    Headers have the tensors' ends, so truncation is detected.
     """
-
-    path: Path
-    tensors: Mapping[str, StoredTensor]
-    aliases: Mapping[str, str]
-
-    @staticmethod
-    def at(path: Path) -> StoredTensors:
-        """Read the headers at ``path``: a ``.safetensors`` file, an index, or a directory with either."""
-        main = _main_file(path)
-        wanted = _read_index(main) if main.suffix == ".json" else {main: []}
-        tensors: dict[str, StoredTensor] = {}
-        aliases: dict[str, str] = {}
-        for file, names in wanted.items():
-            held, others = _read_header(file)
-            absent = sorted(set(names) - held.keys())
-            if absent:
-                raise CheckpointError(f"{file} lacks tensors that the index says it has: {', '.join(absent)}")
-            if twice := sorted(held.keys() & tensors.keys()):
-                raise CheckpointError(f"{twice[0]!r} is in two files: {tensors[twice[0]].file} and {file}")
-            for name, stored in held.items():
-                shape = stored.shape
-                if prod(max(1, length) for length in shape) > sys.maxsize:  # strides count empty dims as 1
-                    raise CheckpointError(f"{file}: {name} has the shape {shape}, which is too large for a tensor.")
-            tensors |= held
-            aliases |= others
-        aliases |= {plain: name for name in tensors if (plain := plain_name(name)) not in aliases}  # of compiled models
-        known = {alias: name for alias, name in aliases.items() if name in tensors and alias not in tensors}
-        return StoredTensors(main, tensors, known)
-
-    def key(self, name: str) -> str | None:
-        """Return the key of the tensor called ``name`` in the files, or ``None`` if there is none."""
-        return name if name in self.tensors else self.aliases.get(name)
+    main = main_file(path)
+    tensors: dict[str, StoredTensor] = {}
+    aliases: dict[str, str] = {}
+    for file, names in (_read_index(main) if main.suffix == ".json" else {main: []}).items():
+        held, others = _read_header(file)
+        if absent := sorted(set(names) - held.keys()):
+            raise CheckpointError(f"{file} lacks tensors that the index says it has: {', '.join(absent)}")
+        if twice := sorted(held.keys() & tensors.keys()):
+            raise CheckpointError(f"{twice[0]!r} is in two files: {tensors[twice[0]].file} and {file}")
+        tensors |= held
+        aliases |= others
+    aliases = {plain_name(name): name for name in tensors} | aliases  # of compiled models
+    return {alias: tensors[name] for alias, name in aliases.items() if name in tensors} | tensors
 
 
 def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -372,7 +328,7 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             header = json.loads(file.read(min(nbytes, MOST_TEXT_BYTES)))
         metadata = header.pop("__metadata__", None) or {}
         return {
-            name: StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + nbytes + entry["data_offsets"][0])
+            name: StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]), 8 + nbytes + entry["data_offsets"][0])
             for name, entry in sorted(header.items())
         }, metadata
     except (SafetensorError, OSError, ValueError) as error:
@@ -417,26 +373,19 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _checked(path: Path) -> Path:
-    """Return ``path``. Raise if it is a link out of its folder, which the user has named, and not the file."""
-    try:
-        regular_file(path.parent, path.name)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return path
-
-
-def _main_file(path: Path) -> Path:
+def main_file(path: Path) -> Path:
     """Return the file or index to open for ``path``. As with Hugging Face, a single file has priority over an index."""
     if not path.is_dir():
         return path
-    for name in (SINGLE, INDEX):
-        if (path / name).is_file():
-            return _checked(path / name)
     indexes, files = sorted(path.glob("*.safetensors.index.json")), sorted(path.glob("*.safetensors"))
-    found = indexes or [file for file in files if not _ANY_PART.fullmatch(file.name)]
+    usual = [path / name for name in (SINGLE, INDEX) if (path / name).is_file()]
+    found = usual[:1] or indexes or [file for file in files if not _ANY_PART.fullmatch(file.name)]
     if len(found) == 1:
-        return _checked(found[0])
+        try:
+            regular_file(path, found[0].name)  # the user has named the folder, and not the file
+        except OSError as error:
+            raise CheckpointError(f"{found[0]} cannot be read: {error}") from error
+        return found[0]
     which = f"several: {', '.join(p.name for p in found)}. Pass the path of one" if found else "none"
     if files and not found:
         which = f"only parts of one, such as {files[0].name}, without the index"

@@ -1,6 +1,6 @@
 """The metadata of a checkpoint, which ``torch.distributed.checkpoint`` writes as a pickle.
 
-Torch unpickles any class in it, and so runs any code (``test_checkpoint_of_torch.py``). Here the pickle is read into
+Torch unpickles any class in it, and so runs any code. Here the pickle is read into
 plain values, of which torch's metadata is built: a stream calls nothing and changes no class, because no class is ever
 on its stack. The unpickler of ``torch.load(weights_only=True)`` does not read the protocol of pickles in which DCP
 writes.
