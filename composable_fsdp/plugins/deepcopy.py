@@ -11,7 +11,6 @@ import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
-from weakref import ref
 
 import torch
 from torch import nn
@@ -118,14 +117,8 @@ def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
     copied = ParamGroup(group.name, (), group.axes, parameters=parameters)
     copied.copy_settings(group)
     owner_states = [memo[id(owner)] for owner in state.owner_states]
-
-    def copies(chosen: tuple[ref[FSDPState], ...] | None) -> tuple[ref[FSDPState], ...] | None:
-        others: list[Any] = [None] if chosen is None else [memo.get(id(each)) for each in alive(chosen)]
-        return None if None in others else tuple(map(ref, others))
-
-    # The options: prefetch lists name states, which are those of the copy if it has all of them.
-    forward, backward = copies(state.options.forward_prefetch), copies(state.options.backward_prefetch)
-    options = replace(state.options, forward_prefetch=forward, backward_prefetch=backward)
+    # The options: prefetch lists name modules of the original, so the copy has its defaults.
+    options = replace(state.options, forward_prefetch=None, backward_prefetch=None)
     FSDPState.__init__(clone, [memo[id(m)] for m in state.modules], copied, options, owner_states)
     optimizer_hooks.keep_for(clone)
     for observer in OBSERVERS:

@@ -94,7 +94,6 @@ def everything_is_kept() -> None:
         fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mp_policy=policy)
     first, second = (layer for layer in model.layers if isinstance(layer, FSDPModule))
-    first.set_modules_to_forward_prefetch([second])
     second.set_gradient_divide_factor(5.0)
     second.set_reshard_after_backward(False)
     model.set_reduce_scatter_max_input_buffers(7)
@@ -116,7 +115,6 @@ def everything_is_kept() -> None:
         state, others = state_of(clone.layers[1]), state_of(clone.layers[0])
         assert (state.group.reduction.divide_factor, state.options.reshard_after_backward) == (5.0, False)
         assert (state.options.reshard.kind, state.options.reductions_in_flight) == (ReshardKind.NEVER, 7)
-        assert others.options.forward_prefetch == (ref(state),)
         assert others in unchecked, "the copy compares nothing, as the original does"
         assert state not in unchecked
         assert state.options.precision == policy

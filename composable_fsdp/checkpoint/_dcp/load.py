@@ -2,7 +2,7 @@
 
 DCP's default planner raises at the first key that is missing or of another shape, on one rank. Here all differences of
 all ranks are found first, and nothing is loaded if there are any. Its reader unpickles objects with
-``weights_only=False`` (``test_checkpoint_of_torch.py``).
+``weights_only=False``.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class _Restore:
                 names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
                 self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
         if self._params is not None:
-            self._params.load(self._groups, self._state, self._has_dtype_of_parameter)
+            self._params.load(self._groups, self._state)
 
     def _match_contents(self, contents: Contents) -> None:
         registered = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
@@ -388,11 +388,6 @@ class _Restore:
             self._mismatch.classes[name] = f"saved as a tensor of a class of its optimizer, but {error}"
             return None
         return existing
-
-    def _has_dtype_of_parameter(self, name: str, value: torch.Tensor) -> bool:
-        """Return whether optimizer state has the dtype that its parameter ``name`` had when it was saved."""
-        saved = self._saved.get(f"model.{name}")
-        return not isinstance(saved, TensorStorageMetadata) or saved.properties.dtype == value.dtype
 
     def _layouts_of_torch(self) -> dict[str, Layout]:
         """Return the layouts of optimizer state by parameter name, as far as torch's checkpoints say what it is."""

@@ -72,7 +72,6 @@ from composable_fsdp.checkpoint._state_dict.model import check_meshes
 from composable_fsdp.checkpoint._state_dict.optimizer import (
     OptimizerParam,
     OptimizerParams,
-    check_replicated,
     check_values,
     on_host,
     plain_text,
@@ -91,7 +90,6 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
 from composable_fsdp.checkpoint._state_dict.tensors import (
     LocalShard,
     check_parts,
-    checksum,
     prepare_for_access,
     tensors_of,
 )
@@ -120,8 +118,7 @@ class Contribution:
     Attributes:
         groups: the param groups of the optimizer, with the names of their parameters in ``params``.
         layouts: see :data:`Layouts`.
-        replicated: checksums of the plain tensors that must be equal on all ranks, by key.
-        values: texts of what is no tensor in the optimizer's state, by key, and of settings of its groups, except of
+        values: texts of what is no DTensor in the optimizer's state, by key, and of settings of its groups, except of
             groups without parameters: they are each rank's own, as of pipeline stages.
         classes: the classes of tensors whose shards are pickles, and their dtypes, by key: on one rank, or, after
             :func:`merge`, on all of them.
@@ -129,15 +126,13 @@ class Contribution:
 
     groups: dict[GroupKey, dict[str, Any]] = field(default_factory=dict)
     layouts: Layouts = field(default_factory=dict)
-    replicated: dict[str, int] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     classes: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
 
 
 def merge(contributions: Sequence[Contribution]) -> Contribution:
     """Merge what all ranks have. Ranks that have a group of the same parameters must have the same settings of it."""
-    check_replicated({rank: each.replicated for rank, each in enumerate(contributions)})
-    check_values([each.values for each in contributions])
+    check_values({rank: each.values for rank, each in enumerate(contributions)})
     groups = {members: group for each in contributions[::-1] for members, group in each.groups.items()}
     layouts: Layouts = {}
     for rank, each in enumerate(contributions):
@@ -207,7 +202,7 @@ class Contents:
             self.parts[own] = LocalShard(value, member.sharding)
             if kind == PLAIN:
                 refuse_unknown(key, self.parts[own])
-                self.notes.replicated[key] = checksum(value)
+                self.notes.values[key] = plain_text(value)
         remaining = iter(kinds)
         return layout_of(tree, lambda _: next(remaining))
 
@@ -217,7 +212,7 @@ class Contents:
         wrappers = {key_of(path): part for path, part in self.parts.items() if is_wrapper(part.local)}
         self.notes.classes = {key: (class_name(part.local), part.value.dtype) for key, part in wrappers.items()}
         values = {key_of(path): plain_text(value) for path, value in self.objects.items() if path[0] == "optimizer"}
-        self.notes.values = values | {
+        self.notes.values |= values | {
             f"the setting {key!r} of the param group of {names[0]}": plain_text(value)
             for (_, names), group in self.notes.groups.items()
             for key, value in group.items()

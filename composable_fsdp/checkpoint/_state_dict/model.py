@@ -2,7 +2,7 @@
 
 torch's ``torch.distributed.checkpoint.state_dict`` does not serve: placements cannot describe every uneven shard of a
 tensor-parallel one; a rank that finds an error there does not tell the others, which load; and it copies what fits
-before it raises. Its functions for optimizers make a step if there is no state (``test_checkpoint_of_torch.py``).
+before it raises. Its functions for optimizers make a step if there is no state.
 """
 
 from __future__ import annotations
@@ -472,7 +472,7 @@ def load_state_dict(
         form: the form of the values. By default a DTensor is sharded and a plain tensor full; :class:`Local` must be
             passed.
         strict: missing and unexpected names are an error.
-        broadcast_from_rank0: only rank 0 has a (full) state dict, as with ``Full(rank0_only=True)``, and broadcasts it
+        broadcast_from_rank0: only rank 0 has a full state dict, as with ``Full(rank0_only=True)``, and broadcasts it
             tensor by tensor. What other ranks pass is ignored; they hold one full tensor at a time.
 
     Returns:
@@ -481,14 +481,10 @@ def load_state_dict(
     Raises:
         CheckpointError: the state dict does not fit. The text has a line for each name that is missing, unexpected, of
             another shape or of another kind of dtype, and is the same on every rank.
-        ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
     """
 
-    def read() -> dict[str, Entry]:
-        check_broadcast(form, broadcast_from_rank0)
-        return entries_of(model)
-
-    owners, entries = on_all_ranks(model, read, from_rank0=broadcast_from_rank0 or comes_from_rank0(form))
+    from_rank0 = broadcast_from_rank0 or comes_from_rank0(form)
+    owners, entries = on_all_ranks(model, lambda: entries_of(model), from_rank0=from_rank0)
     state, versions = owners.shared((state_dict, getattr(state_dict, "_metadata", None)))
     form = Full() if owners.from_rank0 else form
     given = {plain_name(str(name)): value for name, value in state.items()} if isinstance(state, Mapping) else {}
@@ -527,14 +523,6 @@ def load_state_dict(
 
 def _text_of(value: object) -> str:
     return tensor_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def check_broadcast(form: Form | None, broadcast_from_rank0: bool) -> None:
-    if broadcast_from_rank0 and not isinstance(form, Full | None):
-        raise ConfigurationError(
-            f"broadcast_from_rank0 sends whole tensors, but form is {form!r}. Pass a full state dict on rank 0, or a "
-            "sharded or local one on every rank without broadcast_from_rank0."
-        )
 
 
 def _load_through_modules(model: nn.Module, values: Mapping[str, Any], versions: Mapping[str, Any] | None) -> list[str]:

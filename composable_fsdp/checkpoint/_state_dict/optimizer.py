@@ -7,7 +7,7 @@ rank. Only the local form has plain tensors that are this rank's shards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Number
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import find_replaced, is_wrapper, local_part
@@ -30,7 +31,6 @@ from composable_fsdp.checkpoint._state_dict.model import (
     Local,
     OwnerRanks,
     agree,
-    check_broadcast,
     check_form,
     comes_from_rank0,
     compare,
@@ -126,13 +126,13 @@ class OptimizerParams:
         kind, state = type(self._optimizer).__name__, self._state()
         ids = {id(member.parameter) for member in self.members.values()}
         strays = [key for key in state if isinstance(key, torch.Tensor) and id(key) not in ids]
-        if any(state[key] for key in strays):
-            raise CheckpointError(
-                f"this {kind} has state of parameters that are in none of its groups, of shapes "
-                f"{[tuple(key.shape) for key in strays]}. Remove it from optimizer.state."
-            )
-        for key in strays:  # reading a defaultdict made it
-            del state[key]
+        for key in strays:
+            if state[key]:
+                raise CheckpointError(
+                    f"this {kind} has state of a parameter of shape {tuple(key.shape)} that is in none of its groups. "
+                    "Remove it from optimizer.state."
+                )
+            del state[key]  # reading a defaultdict made it
         found = self._optimizer.state_dict()
         numbers = [number for group in found.get("param_groups", ()) for number in group["params"]]
         if not isinstance(found.get("state"), Mapping) or len(numbers) != len(self.members):
@@ -201,38 +201,26 @@ class OptimizerParams:
                 mismatch.others.append(f"no saved param_group has the parameters of group {index}: {_first(names)}")
         return found
 
-    def load(
-        self,
-        saved: Sequence[Mapping[str, Any] | None],
-        state: Mapping[str, Any],
-        is_cast: Callable[[str, torch.Tensor], bool],
-    ) -> None:
+    def load(self, saved: Sequence[Mapping[str, Any] | None], state: Mapping[str, Any]) -> None:
         """Call ``optimizer.load_state_dict`` with the ``saved`` settings of each group, and ``state`` by name.
 
-        torch's method casts all state to its parameter's dtype. Tensors that the optimizer has already, and those for
-        which ``is_cast``, called with the parameter's name, is False, keep their dtype: counters, masks, and fp32 state
-        of bf16 parameters.
+        torch's method casts all state to its parameter's dtype. That is right for torch's own classes only: others keep
+        their dtypes, such as fp32 state of bf16 parameters.
         """
-        existing = {id(leaf) for entry in self._state().values() for _, leaf in leaves(entry)}
         numbers = {name: number for number, name in enumerate(self.members)}
         groups = [
             restored(group, settings or {}, [numbers[member.name] for member in members])
             for group, settings, members in zip(self._optimizer.param_groups, saved, self.groups, strict=True)
         ]
-
-        def cast(name: str, _: TreePath, value: Any) -> Any:
-            is_kept = not isinstance(value, torch.Tensor) or id(value) in existing or not is_cast(name, value)
-            return value if is_kept else value.to(self.members[name].parameter.dtype)
-
-        trees = {name: mapped(partial(cast, name), tree) for name, tree in state.items()}
-        given = {numbers[name]: mapped(_without_iterables, tree) for name, tree in trees.items()}
+        given = {numbers[name]: mapped(_without_iterables, tree) for name, tree in state.items()}
         self._optimizer.load_state_dict({"state": given, "param_groups": groups})
-        is_own = type(self._optimizer).load_state_dict is not Optimizer.load_state_dict
+        kind = type(self._optimizer)
+        casts = kind.load_state_dict is not Optimizer.load_state_dict or kind.__module__.startswith("torch.optim.")
         loaded = self._state()
-        for name, tree in trees.items():
+        for name, tree in state.items():
             parameter = self.members[name].parameter
             if parameter in loaded:  # a wrapper may keep the state elsewhere
-                loaded[parameter] = mapped(partial(_loaded_leaf, loaded[parameter], is_own), tree)
+                loaded[parameter] = mapped(partial(_loaded_leaf, loaded[parameter], casts), tree)
 
 
 def _without_iterables(_: TreePath, value: Any) -> Any:
@@ -240,11 +228,11 @@ def _without_iterables(_: TreePath, value: Any) -> Any:
     return None if isinstance(value, Iterable) and not isinstance(value, torch.Tensor) else value
 
 
-def _loaded_leaf(loaded: Any, is_own: bool, path: TreePath, value: Any) -> Any:
-    """Return the leaf of ``loaded`` at ``path``, or ``value`` if torch's own method has cast it or left it out."""
+def _loaded_leaf(loaded: Any, casts: bool, path: TreePath, value: Any) -> Any:
+    """Return the leaf of ``loaded`` at ``path``, or ``value`` if it was left out, or cast and not ``casts``."""
     found = at(loaded, path)
     is_loaded = isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor)
-    return found if is_loaded and (is_own or found.dtype == value.dtype) else value
+    return found if is_loaded and (casts or found.dtype == value.dtype) else value
 
 
 def _first(names: Sequence[str]) -> str:
@@ -276,36 +264,29 @@ _SHOWN_ITEMS, _SHOWN_LETTERS = 16, 60
 """The most items of a tensor that is compared, and letters of a value that are shown."""
 
 
-def check_replicated(checksums: Mapping[int, Mapping[str, int]]) -> None:
-    """Raise unless the plain tensors are equal on all ranks, which have ``checksums`` of them by key."""
-    for key, rank, first_rank in differences(checksums):
-        raise CheckpointError(
-            f"{key} is a plain tensor with other values on rank {rank} than on rank {first_rank}, but only one is "
-            "saved. Have the optimizer keep a DTensor."
-        )
-
-
 def plain_text(value: object) -> str:
-    """Return a text of the numbers, strings and small tensors in ``value``, by which it is compared between ranks."""
-    if isinstance(value, torch.Tensor) and type(value) is torch.Tensor and value.numel() <= _SHOWN_ITEMS:
-        value = value.tolist()
-    if value is None or isinstance(value, (Number, str, bytes)):
-        text = repr(value)
-    elif isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{key!r}: {plain_text(each)}" for key, each in value.items()) + "}"
-    elif isinstance(value, (list, tuple)):
-        text = f"[{', '.join(map(plain_text, value))}]"
-    else:
-        text = type(value).__name__  # objects of other classes are not compared
+    """Return a text of the numbers, strings and small tensors in ``value``, by which it is compared between ranks.
+
+    A larger plain tensor has its checksum there.
+    """
+    if isinstance(value, torch.Tensor) and value.ndim:
+        return f"a tensor with the checksum {checksum(value):08x}"
+    found: list[object] = []
+    for leaf in tree_leaves(value):
+        if type(leaf) is torch.Tensor and leaf.numel() <= _SHOWN_ITEMS:
+            leaf = leaf.tolist()
+        is_plain = leaf is None or isinstance(leaf, (Number, str, bytes, list))
+        found.append(leaf if is_plain else type(leaf))  # objects of other classes are not compared
+    text = repr(found[0] if len(found) == 1 else found)
     return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}… ({digest(text)[:8]})"
 
 
-def check_values(values: Sequence[Mapping[str, str]]) -> None:
-    """Raise unless numbers and strings are equal on all ranks, which have these :func:`plain_text` of them by key."""
-    for key, rank, first_rank in differences(dict(enumerate(values))):
+def check_values(values: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise unless values are equal on all ranks, which have these :func:`plain_text` of them by key."""
+    for key, rank, first_rank in differences(values):
         raise CheckpointError(
             f"{key} is {values[rank][key]} on rank {rank} and {values[first_rank][key]} on rank {first_rank}, but only "
-            "one is saved. Keep it equal on all ranks, or save what belongs to a rank in extra."
+            "one is saved. Keep it equal on all ranks, or a DTensor, or save what belongs to a rank in extra."
         )
 
 
@@ -326,8 +307,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
 
     Returns:
         ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``. State of an optimizer that keeps
-        tensors in other placements than its parameters has ``"kinds"`` too, which say what each of them is; state of
-        other floating-point dtypes has ``"dtypes"``, those of the parameters.
+        tensors in other placements than its parameters has ``"kinds"`` too, which say what each of them is.
 
     Raises:
         CheckpointError: the optimizer has parameters that are not the model's, ranks have state of different ones,
@@ -349,7 +329,6 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     opaque = _check_alike(trees, kinds, owners, form)
     state: dict[Any, Any] = {}
     recorded: dict[str, dict[TreePath, str]] = {}
-    dtypes: dict[str, str] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, entry in trees.items():
             member = params.members[name]
@@ -365,14 +344,11 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
             found = mapped(in_form, entry)
             if owners.has_values:
                 state[name] = found
-                values = [v for _, v in leaves(entry) if isinstance(v, torch.Tensor) and v.ndim]
-                if any(v.is_floating_point() and v.dtype != member.parameter.dtype for v in values):
-                    dtypes[name] = str(member.parameter.dtype)
                 own = {path: kind for path, kind in kinds[name].items() if kind not in (OBJECT, AS_PARAMETER, UNKNOWN)}
                 own |= dict.fromkeys(opaque.get(name, ()), OPAQUE)
                 if any(kind != PLAIN or at(entry, path).ndim for path, kind in own.items()):
                     recorded[name] = own
-    record = {key: found for key, found in (("kinds", recorded), ("dtypes", dtypes)) if found}
+    record = {"kinds": recorded} if recorded else {}
     return {"state": state, "param_groups": groups, **record} if owners.has_values else {}
 
 
@@ -401,14 +377,14 @@ def _check_alike(
     keys = [", ".join(map(repr, (name, *path))) for name, path, _, _ in items]
     compared = [] if isinstance(form, Local) else items
     plain = [(name, path, value) for name, path, kind, value in compared if kind == PLAIN and value.ndim]
-    checksums = {".".join(map(str, (name, *path))): checksum(value) for name, path, value in plain}
+    texts = {".".join(map(str, (name, *path))): plain_text(value) for name, path, value in plain}
     opaque = [(name, path) for name, path, _, value in items if is_opaque(value)]
-    found = owners.exchange(lambda: (digest(keys), checksums, opaque))
+    found = owners.exchange(lambda: (digest(keys), texts, opaque))
     if len({which for which, *_ in found.values()}) > 1:
         all_keys = owners.exchange(lambda: keys).items()
         some = {rank: [k for k in has if any(k not in other for _, other in all_keys)] for rank, has in all_keys}
         raise CheckpointError(f"ranks have different state, by rank: {some}. Have all of them make the same steps.")
-    check_replicated({rank: of_rank for rank, (_, of_rank, _) in found.items()})
+    check_values({rank: of_rank for rank, (_, of_rank, _) in found.items()})
     on_any = dict.fromkeys(each for *_, of_rank in found.values() for each in of_rank)
     return {name: [path for each, path in on_any if each == name] for name, _ in on_any}
 
@@ -428,9 +404,8 @@ def load_optimizer_state_dict(
 
     All ranks must call it together, and agree on errors before anything is loaded. A fresh optimizer needs no step
     first. Parameters and groups are matched by names, in any order, and the groups' hyperparameters are restored.
-    Existing state is filled in place. New state is allocated, as DTensors where the parameter is one; of
-    floating-point dtypes it keeps its own if that was not its parameter's, and else is cast to its parameter's, as is
-    what torch's functions return. ``optimizer.load_state_dict`` runs last, with its hooks.
+    Existing state is filled in place. New state is allocated, as DTensors where the parameter is one. It has the saved
+    dtypes, or for torch's own classes the parameter's. ``optimizer.load_state_dict`` runs last, with its hooks.
 
     Args:
         model: a module, sharded or not.
@@ -439,37 +414,32 @@ def load_optimizer_state_dict(
             an unsharded model too.
         form: the form of the values. By default a DTensor is sharded and a plain tensor full; :class:`Local` must be
             passed.
-        broadcast_from_rank0: only rank 0 has a (full) state dict, as with ``Full(rank0_only=True)``, and broadcasts it
+        broadcast_from_rank0: only rank 0 has a full state dict, as with ``Full(rank0_only=True)``, and broadcasts it
             tensor by tensor. What other ranks pass is ignored.
 
     Raises:
         CheckpointError: groups, parameters or shapes differ. The text has a line for each and is the same on every
             rank.
-        ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
     """
 
-    def read() -> OptimizerParams:
-        check_broadcast(form, broadcast_from_rank0)
-        return OptimizerParams(model, optimizer)
-
-    owners, params = on_all_ranks(model, read, from_rank0=broadcast_from_rank0 or comes_from_rank0(form))
-    _Load(params, owners, form).carry_out(optimizer, owners.shared(state))
+    from_rank0 = broadcast_from_rank0 or comes_from_rank0(form)
+    owners, params = on_all_ranks(model, lambda: OptimizerParams(model, optimizer), from_rank0=from_rank0)
+    _Load(params, owners, form, type(optimizer)).carry_out(owners.shared(state))
 
 
 class _Load:
     """One call of :func:`load_optimizer_state_dict` on one rank."""
 
-    def __init__(self, params: OptimizerParams, owners: OwnerRanks, form: Form | None) -> None:
-        self._params, self._owners = params, owners
+    def __init__(self, params: OptimizerParams, owners: OwnerRanks, form: Form | None, kind: type[Optimizer]) -> None:
+        self._params, self._owners, self._kind = params, owners, kind
         self._form = Full() if owners.from_rank0 else form
         self._given: dict[str, Any] = {}
         self._groups: list[Mapping[str, Any] | None] = []
         self._quantized: list[str] = []
 
-    def carry_out(self, optimizer: Optimizer, state: Any) -> None:
-        what = f"the state dict does not fit {type(optimizer).__name__}"
-        agree(self._owners, what, partial(self._match, optimizer, state))
-        kinds, dtypes = ({plain_name(k): v for k, v in state.get(key, {}).items()} for key in ("kinds", "dtypes"))
+    def carry_out(self, state: Any) -> None:
+        agree(self._owners, f"the state dict does not fit {self._kind.__name__}", partial(self._match, state))
+        kinds = _kinds_of(state)
         trees: dict[str, Any] = {}
         with torch.inference_mode(False), torch.no_grad():
             for name, member in self._params.members.items():
@@ -479,13 +449,9 @@ class _Load:
             groups = self._owners.send_all(self._groups)
         if self._quantized:
             logger.warning("loading optimizer state: %s", quantized_text(self._quantized))
+        self._params.load(groups, trees)
 
-        def is_cast(name: str, value: torch.Tensor) -> bool:
-            return value.is_floating_point() and dtypes.get(name) in (None, str(value.dtype))
-
-        self._params.load(groups, trees, is_cast)
-
-    def _match(self, optimizer: Optimizer, state: Any, mismatch: Mismatch) -> str:
+    def _match(self, state: Any, mismatch: Mismatch) -> str:
         """Note the differences between ``state`` and what the optimizer has, and return a digest of the names in it."""
         members, others = self._params.members, mismatch.others
         others += on_meta((name, member.parameter) for name, member in members.items())
@@ -500,39 +466,28 @@ class _Load:
         self._groups = self._params.match_groups(saved, mismatch)
         given = {plain_name(str(name)): tree for name, tree in state["state"].items()}
         mismatch.unexpected |= {name: "state" for name in given if name not in members}
-        known = ("state", "param_groups", "kinds", "dtypes")
-        mismatch.unexpected |= {str(key): "no state of a parameter" for key in state if key not in known}
+        others_of_state = state.keys() - {"state", "param_groups", "kinds"}
+        mismatch.unexpected |= {str(key): "no state of a parameter" for key in others_of_state}
         self._given = {name: given[name] for name in members if name in given}
-        kinds = {plain_name(name): kind for name, kind in state.get("kinds", {}).items()}
+        kinds = _kinds_of(state)
         paths = []
         for name, tree in self._given.items():
             for path, value in leaves(tree):
                 paths.append((name, path))
-                kind, is_new = kinds.get(name, {}).get(path, UNKNOWN), type(optimizer) in ELEMENTWISE
-                self._compare(members[name], path, kind, value, mismatch, is_elementwise=is_new)
+                if isinstance(value, torch.Tensor):
+                    target = self._target(members[name], path, kinds.get(name, {}).get(path, UNKNOWN), value)
+                    title = ".".join(map(str, (name, *path)))
+                    compare(title, target, value, self._form, mismatch, is_sent=not self._owners.has_values)
         return digest(paths)
 
-    def _compare(
-        self,
-        member: OptimizerParam,
-        path: TreePath,
-        kind: str,
-        value: object,
-        mismatch: Mismatch,
-        *,
-        is_elementwise: bool,
-    ) -> None:
-        """Compare what is known of the target with ``value``: some optimizers have state of any shape."""
-        if not isinstance(value, torch.Tensor):
-            return
+    def _target(self, member: OptimizerParam, path: TreePath, kind: str, value: torch.Tensor) -> torch.Tensor:
+        """Return what is known of the target of ``value``, by default itself: some have state of any shape."""
         parameter, existing = member.parameter, self._params.existing(member, path)
         target = existing if existing is not None else value
         is_shard = existing is not None and existing.ndim and existing.shape == local_part(parameter).shape
-        is_new = existing is None and value.ndim and is_elementwise
-        if kind in (AS_PARAMETER, OPAQUE) or (kind == UNKNOWN and (is_shard or is_new)):
-            target = parameter
-        name = ".".join(map(str, (member.name, *path)))
-        compare(name, target, value, self._form, mismatch, is_sent=not self._owners.has_values)
+        is_new = existing is None and value.ndim and self._kind in ELEMENTWISE
+        is_sharded = kind in (AS_PARAMETER, OPAQUE) or (kind == UNKNOWN and (is_shard or is_new))
+        return parameter if is_sharded else target
 
     def _loaded_value(self, member: OptimizerParam, kinds: Mapping[TreePath, str], path: TreePath, value: Any) -> Any:
         """Return the value to give to the optimizer, after a broadcast if only one rank has it."""
@@ -560,18 +515,19 @@ class _Load:
         shard = shard_for(target, member.sharding if is_sharded else None, value, self._form)
         if existing is None and kind == OPAQUE and not is_wrapper(shard):
             existing = like(parameter, self._params.made(member, path, local_part(parameter).shape))
-        if existing is not None and local_part(existing).shape == shard.shape:
-            if is_wrapper(own := local_part(existing)) or is_wrapper(shard):
-                title = _title(member.name, path)
-                if fill_by_class(title, LocalShard(own), [Piece((0,) * own.ndim, shard)]):
-                    self._quantized.append(title)
-            else:
-                own.copy_(shard)
-            return existing
-        device = local_part(parameter).device
-        if is_wrapper(shard):
-            return like(target, with_inner(shard, lambda inner: inner.to(device, copy=True)))
-        return like(target, torch.empty_like(shard, device=device, memory_format=torch.contiguous_format).copy_(shard))
+        if existing is None or local_part(existing).shape != shard.shape:
+            layout, device = torch.contiguous_format, local_part(parameter).device
+            return like(target, with_inner(shard, lambda inner: inner.to(device, copy=True, memory_format=layout)))
+        own, title = local_part(existing), _title(member.name, path)
+        if not is_wrapper(own) and not is_wrapper(shard):
+            own.copy_(shard)
+        elif fill_by_class(title, LocalShard(own), [Piece((0,) * own.ndim, shard)]):
+            self._quantized.append(title)
+        return existing
+
+
+def _kinds_of(state: Mapping[str, Any]) -> dict[str, Mapping[TreePath, str]]:
+    return {plain_name(name): kinds for name, kinds in state.get("kinds", {}).items()}
 
 
 def on_host(value: Any) -> Any:

@@ -186,7 +186,7 @@ def fill_by_class(key: str, target: LocalShard, pieces: Iterable[Piece]) -> bool
     Raises:
         CheckpointError: the class of the tensor ``key`` can neither be cut there nor copied to plain tensors.
     """
-    local, boxes = target.local, list(target.extent.boxes())
+    local, boxes = local_part(target.value), list(target.extent.boxes())  # the result of detach may have other memory
     cuts = [(p, cut) for p in pieces for box in boxes if (cut := _common(box, p.offsets, p.tensor.shape)) is not None]
     if not cuts or _copied_by_class(local, cuts):
         return False
