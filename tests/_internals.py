@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from composable_fsdp._api.torch_types import as_strategy
     from composable_fsdp._consistency import process_groups, watchdog
     from composable_fsdp._consistency import shutdown as missing_ranks
-    from composable_fsdp._consistency.main_thread import has_ended, main_thread_frames, user_line, waits_in_torch
+    from composable_fsdp._consistency.main_thread import has_ended, main_thread_line
     from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
     from composable_fsdp._consistency.process_groups import part_of
     from composable_fsdp._consistency.process_groups import timeout_of as timeout_of_group
-    from composable_fsdp._consistency.process_identity import exit_text, has_died, process_identity
+    from composable_fsdp._consistency.process_identity import has_died, process_identity
     from composable_fsdp._consistency.rank_report import (ABANDONED, RESET, OperationId, RankReport, WarningTimes,
         diagnose, error_summary, format_ranks, wait_text)
     from composable_fsdp._consistency.rendezvous import StoreRendezvous, Verdict, world_store

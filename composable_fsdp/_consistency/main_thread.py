@@ -9,7 +9,6 @@ import os
 import sys
 import sysconfig
 import threading
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
@@ -23,52 +22,31 @@ import torch
 # ends the process. Python 3.11 makes frame objects for ``f_back``: if that collects garbage, a finalizer can let the
 # other thread change its stack. So nothing is collected while stacks are read.
 
-_TORCH = Path(torch.__file__).parent
 _LIBRARIES = (
     "<",  # code without a file
     *{f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
-    f"{_TORCH}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
     f"{Path(__file__).parents[1]}{os.sep}",
 )
-_COLLECTIVES = f"{_TORCH / 'distributed'}{os.sep}"
 _MOST_FRAMES = 100
-_WAITING_FRAMES = 6
-"""The innermost frames of which one is torch's collective. A custom operator such as ``wait_tensor`` has four below."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One line of code that a thread executes."""
-
-    path: str
-    line: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line} in {self.name}: {linecache.getline(self.path, self.line).strip()}"
-
-
-def main_thread_frames() -> tuple[Frame, ...]:
-    """Return the frames of the main thread, the innermost last."""
+def main_thread_line() -> str:
+    """Return the innermost line of code outside of Python, torch and this library that the main thread executes."""
     collects = gc.isenabled()
     gc.disable()
     try:
         top = sys._current_frames().get(threading.main_thread().ident or 0)
         walked = islice(walk_stack(top), _MOST_FRAMES) if top is not None else ()
-        return tuple(Frame(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked)[::-1]
+        frames = [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
     finally:
         if collects:
             gc.enable()
-
-
-def user_line(frames: tuple[Frame, ...]) -> str:
-    """Return the innermost of ``frames`` outside of Python, torch and this library, or an empty text."""
-    return next((str(frame) for frame in reversed(frames) if not frame.path.startswith(_LIBRARIES)), "")
-
-
-def waits_in_torch(frames: tuple[Frame, ...]) -> bool:
-    """Return whether ``frames`` end in a function of ``torch.distributed``."""
-    return any(frame.path.startswith(_COLLECTIVES) for frame in frames[-_WAITING_FRAMES:])
+    found = next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), None)
+    if found is None:
+        return ""
+    path, line, name = found
+    return f"{path}:{line} in {name}: {linecache.getline(path, line).strip()}"
 
 
 def has_ended(frame: FrameType) -> bool:

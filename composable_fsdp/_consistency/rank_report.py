@@ -60,6 +60,7 @@ class RankReport:
         place: the line of its program that it executes, if known.
         meeting: the ranks that it waits for in ``reset_iter_state``, if its failure is that it called it.
         done: then, the last operation over each connection that it has completed after a wait.
+        process: the identity of its process.
     """
 
     rank: int
@@ -75,6 +76,7 @@ class RankReport:
     place: str = ""
     meeting: tuple[int, ...] = ()
     done: tuple[OperationId, ...] = ()
+    process: str = ""
 
     def encoded(self) -> str:
         return json.dumps(asdict(self))
@@ -118,7 +120,7 @@ def diagnose(
     *,
     lost: str = "",
     timed_out: bool = False,
-    gone: Mapping[int, str] = MappingProxyType({}),
+    gone: Sequence[int] = (),
 ) -> FSDPError | None:
     """Return the error that explains why ``own`` cannot complete, or ``None`` if the reports do not show one.
 
@@ -127,7 +129,7 @@ def diagnose(
         reports: reports of the ranks that answered, by rank.
         lost: the transport's error, if it lost a connection. Then ranks that did not answer are considered gone.
         timed_out: whether that error was a timeout.
-        gone: ranks without a report whose processes are known to have ended, with their exit texts.
+        gone: ranks without a report whose processes are known to have ended.
     """
     for report in reports.values():
         if report.verdict:  # the first rank to find the cause decides for all
@@ -154,7 +156,7 @@ def diagnose(
     if timed_out and not missing and not late:  # all have arrived by now: name the last one
         late = [min(own.ranks, key=lambda rank: reports[rank].seconds)]
     known = {rank: str(operation) for rank in missing if (operation := _last_known(rank, own, reports)) is not None}
-    absence = _absence(missing, late, gone.values(), timed_out=timed_out)
+    absence = _absence(missing, late, timed_out=timed_out)
     return PeerError(f"{own} cannot be done: {absence}{reports_text(reports, known)}\n  {lost}", missing or late)
 
 
@@ -180,7 +182,7 @@ def reports_text(reports: Mapping[int, RankReport], last_known: Mapping[int, str
     return "".join(f"\n  {line}" for _, line in sorted(lines))
 
 
-def _absence(missing: Sequence[int], late: Sequence[int], exits: Iterable[str], *, timed_out: bool) -> str:
+def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) -> str:
     """Return which ranks are missing and what to do. ``missing`` do not answer; ``late`` do, but are elsewhere."""
     if missing and timed_out:
         return (
@@ -189,7 +191,7 @@ def _absence(missing: Sequence[int], late: Sequence[int], exits: Iterable[str], 
         )
     if missing:
         verb, possessive = ("is", "its") if len(missing) == 1 else ("are", "their")
-        return f"{ranks_text(missing)} {verb} gone{''.join(sorted(set(exits)))}. {LOOK.format(possessive)}"
+        return f"{ranks_text(missing)} {verb} gone. {LOOK.format(possessive)}"
     if late:
         who = ranks_text(late)
         return f"{who} did not come to it in time. If slow, not stuck, give the process group a longer timeout."
@@ -267,11 +269,6 @@ def set_wait_warning(seconds: float | None) -> None:
     if given is not None and not (isinstance(given, (int, float)) and 0 < given < inf):
         raise ConfigurationError(f"set_wait_warning takes a positive number of seconds or None, not {seconds!r}.")
     _seconds = seconds
-
-
-def wait_warning() -> float | None:
-    """Return the seconds of the first warning, or ``None``."""
-    return _seconds
 
 
 class WarningTimes:

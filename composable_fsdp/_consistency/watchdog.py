@@ -31,27 +31,17 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from composable_fsdp._consistency.main_thread import Frame, has_ended, main_thread_frames, user_line, waits_in_torch
-from composable_fsdp._consistency.process_identity import (
-    exit_text,
-    has_died,
-    is_of_this_host,
-    process_identity,
-    record_at_end,
-    record_now,
-    wait_for_ends,
-)
+from composable_fsdp._consistency.main_thread import has_ended, main_thread_line
+from composable_fsdp._consistency.process_identity import has_died, process_identity
 from composable_fsdp._consistency.rank_report import (
     OperationId,
     RankReport,
     WarningTimes,
     diagnose,
     error_summary,
-    format_ranks,
     ranks_text,
     reports_with_places,
     wait_text,
-    wait_warning,
 )
 from composable_fsdp._consistency.rendezvous import StoreRendezvous, own_client
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError, printable
@@ -65,8 +55,6 @@ _ANSWER_SECONDS = 1.5
 """The time in which every rank whose threads run has answered."""
 _STORE_SECONDS = _ANSWER_SECONDS + 1.0
 """The time that the training thread waits for the watchdog thread, in case the store does not answer."""
-_STACK_SECONDS = 1.0
-"""Seconds for which a stack of the main thread counts as current."""
 _STORE_FAILURES = 3
 """Consecutive failures after which the store is considered gone, with the rank or launcher that hosts it."""
 
@@ -148,8 +136,6 @@ class _LocalStatus:
     has_left: bool = False
     """True if the program has ended."""
     verdict: FSDPError | None = None
-    at_fault: tuple[int, ...] = ()
-    """The other ranks because of which the last pass failed."""
     passes: dict[RunningPass, None] = field(default_factory=dict)
     """The running passes, in order."""
     interrupt: GiveUp | None = None
@@ -182,17 +168,13 @@ class Watchdog:
         self._period = max(_PERIOD, size / _RANKS_PER_PERIOD)
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         """Calls for the watchdog thread; ``None`` stops it."""
-        self._answered = 0
+        self._answered = -1  # the first answer tells of the process
+        self._process = process_identity()
         self._rendezvous: dict[str, StoreRendezvous] = {}
         self._due = 0.0
         self._processes: dict[int, str] = {}
         """The identities of other ranks' processes, as far as known."""
-        self._exits: dict[int, str] = {}
-        """The :func:`exit_text` of processes that have died."""
-        self._submitted_own = False
         self._warnings = WarningTimes()
-        self._stack = _Stack()
-        self._progress: object = None
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
         with _lock:
@@ -253,7 +235,6 @@ class Watchdog:
     def go_on(self) -> None:
         """Clear earlier failures."""
         here = self.here
-        here.at_fault = ()
         left = [each for each in list(here.passes) if each.left]
         if here.failure or here.verdict or left:
             here.failure, here.meeting, here.verdict = "", (), None
@@ -280,15 +261,6 @@ class Watchdog:
         if verdict is not None and self.here.verdict is None:
             self.here.verdict = verdict
             self._publish()
-            self.blame(getattr(verdict, "ranks", ()))
-
-    def blame(self, ranks: Iterable[int]) -> None:
-        """Record that this rank failed because of ``ranks``, and find out which processes these are."""
-        if not self.here.at_fault and (others := tuple(rank for rank in ranks if rank != self.rank)):
-            self.here.at_fault = others
-            self._submit(lambda: self._read_processes(others))
-            with _lock:
-                _failed.add(self)  # the program may destroy its process groups before it ends
 
     def meet(self, ranks: Sequence[int], own: str, seconds: float, occasion: str) -> Mapping[str, list[int]]:
         """Wait until all of ``ranks`` have called this too, and return their distinct ``own``, each with its ranks.
@@ -313,7 +285,6 @@ class Watchdog:
         except RuntimeError as error:
             raise PeerError(f"{occasion}, but they cannot meet: {error}") from error
         if verdict.missing:
-            self.blame(verdict.missing)
             text = f"{occasion}, and in {seconds:g} s {ranks_text(verdict.missing)} did not."
             raise PeerError(text, verdict.missing)
         return verdict.notes
@@ -326,7 +297,7 @@ class Watchdog:
         seconds = time.monotonic() - here.since if waiting is not None else 0.0
         verdict, diverged = str(here.verdict or ""), isinstance(here.verdict, DivergenceError)
         at_fault = here.verdict.ranks if isinstance(here.verdict, PeerError) else ()
-        place = user_line(self._stack.read()) if threading.current_thread() is self._thread else ""
+        place = main_thread_line() if threading.current_thread() is self._thread else ""
         return RankReport(
             *(self.rank, here.steps, waiting, seconds, last, failure),
             left=here.has_left,
@@ -334,6 +305,7 @@ class Watchdog:
             diverged=diverged,
             at_fault=at_fault,
             place=place,
+            process=self._process,
             meeting=here.meeting,
             done=tuple(here.done) if here.meeting else (),
         )
@@ -351,10 +323,10 @@ class Watchdog:
 
     def _read_reports(self, wanted: Sequence[int], found: dict[int, RankReport], seconds: float) -> None:
         number = int(self._store.add("call", 1))
-        self._read_processes(wanted)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            gone = {rank for rank in wanted if self._has_died(rank)}  # the last report of a rank is written before
+            # The last report of a rank is written before its process ends.
+            gone = {rank for rank in wanted if has_died(self._processes.get(rank, ""))}
             self._answer()  # other ranks may be collecting too
             for rank in wanted:
                 if rank not in found and (report := self._fresh_report(rank, number)) is not None:
@@ -370,25 +342,17 @@ class Watchdog:
         """
         reports = self.collect_reports(operation.ranks)
         error = diagnose(operation, reports, gone=self._gone(operation, reports))
-        if error is None:
-            self._warn(operation, reports)
+        seconds = reports[self.rank].seconds
+        is_due = error is None and self._warnings.is_due(operation, seconds)
+        if is_due and (text := wait_text(self.rank, operation, seconds, reports)):
+            logger.warning("%s", printable(text))
         return error
 
-    def _warn(self, operation: OperationId, reports: Mapping[int, RankReport]) -> None:
-        """Log that this rank waits for ``operation``, if it is time to."""
-        seconds = reports[self.rank].seconds
-        if self._warnings.is_due(operation, seconds) and (text := wait_text(self.rank, operation, seconds, reports)):
-            logger.warning("%s", printable(text))
+    def _gone(self, operation: OperationId, reports: Mapping[int, RankReport]) -> list[int]:
+        """Return the ranks of ``operation`` without a report whose processes have ended on this host."""
+        missing = [rank for rank in operation.ranks if rank not in reports]
+        return [rank for rank in missing if has_died(self._processes.get(rank, ""))]
 
-    def _gone(self, operation: OperationId, reports: Mapping[int, RankReport]) -> dict[int, str]:
-        """Return the ranks of ``operation`` without a report whose processes have ended here, with exit texts."""
-        return {rank: self._exits[rank] for rank in operation.ranks if rank not in reports and self._has_died(rank)}
-
-    def _has_died(self, rank: int) -> bool:
-        identity = self._processes.get(rank, "")
-        if died := has_died(identity):
-            self._exits.setdefault(rank, exit_text(identity))  # its parent may wait for it soon
-        return died
 
     def _fresh_report(self, rank: int, number: int) -> RankReport | None:
         key = f"report/{rank}"
@@ -396,6 +360,7 @@ class Watchdog:
             return None
         answered, text = self._store.get(key).decode().split("\n", 1)
         report = RankReport.decoded(text)
+        self._processes[rank] = report.process
         return report if int(answered) >= number or report.failure or report.verdict else None
 
     def _publish(self) -> Future[None]:
@@ -449,8 +414,6 @@ class Watchdog:
                 if time.monotonic() >= self._due:
                     self._due = time.monotonic() + self._period
                     self._check_own_wait()
-                    self._write_process()
-                    self._check_torch_wait()
                     self._answer()
                 failures = 0
             except RuntimeError as error:  # noqa: PERF203 (of seldom requests)
@@ -487,43 +450,6 @@ class Watchdog:
                 self.give_up(error)
                 end(str(error).split("\n", 1)[0])
 
-    def _check_torch_wait(self) -> None:
-        """Warn that the main thread waits in a collective of torch's own, which the watchdog does not know."""
-        first = wait_warning()
-        if first is None or self.here.waiting is not None:
-            return
-        progress = (self.here.steps, self.here.last)
-        if progress != self._progress:
-            self._progress, self._stack = progress, _Stack()
-            return
-        frames = self._stack.read()
-        if not waits_in_torch(frames) or not self._warnings.is_due(frames, self._stack.seconds):
-            return
-        line = user_line(frames)
-        reports = self.collect_reports(range(self._size))
-        same = [other for other, each in reports.items() if each.waiting is None and each.place == line]
-        if self.rank == min(same, default=self.rank):
-            others = [other for other in range(self._size) if other not in same]
-            text = printable(reports_with_places(reports, others))
-            logger.warning("%s has waited %.1f s in %s.%s", format_ranks(same), self._stack.seconds, line, text)
-
-    def _write_process(self) -> None:
-        """Write the identity of this process once, for ranks that wait for this one."""
-        if not self._submitted_own:
-            self._store.set(f"process/{self.rank}", process_identity())
-            self._submitted_own = True
-
-    def _read_processes(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            if rank not in self._processes and self._store.check([key := f"process/{rank}"]):
-                self._processes[rank] = self._store.get(key).decode()
-
-    def wait_for_ranks_at_fault(self) -> None:
-        """Wait until the ranks at fault have ended, if there are any on this host. For the end of the program."""
-        found = [self._processes.get(rank) for rank in self.here.at_fault]
-        if any(identity is None or is_of_this_host(identity) for identity in found):  # unknown: the store is gone
-            wait_for_ends([identity for identity in found if identity and is_of_this_host(identity)])
-
     def leave(self) -> None:
         """Report that the program has ended, and stop."""
         if not self.here.failure:
@@ -540,29 +466,6 @@ class Watchdog:
     def join(self, seconds: float) -> None:
         """Wait up to ``seconds`` for the thread to end, after :meth:`stop`."""
         self._thread.join(max(0.0, seconds))
-
-
-class _Stack:
-    """The stack of the main thread, read once per second at most. For the watchdog thread."""
-
-    def __init__(self) -> None:
-        self._frames: tuple[Frame, ...] = ()
-        self._since = self._read_at = -_STACK_SECONDS
-
-    @property
-    def seconds(self) -> float:
-        """The time for which all stacks that were read have been the same."""
-        return self._read_at - self._since
-
-    def read(self) -> tuple[Frame, ...]:
-        """Return the stack as it was at most a second ago, the innermost frame last."""
-        now = time.monotonic()
-        if now - self._read_at >= _STACK_SECONDS:
-            frames = main_thread_frames()
-            if frames != self._frames:
-                self._frames, self._since = frames, now
-            self._read_at = now
-        return self._frames
 
 
 class _StoreOnThread:
@@ -588,10 +491,8 @@ def _exit_text(passes: Sequence[RunningPass]) -> str:
 _watchdogs: WeakKeyDictionary[dist.ProcessGroup, Watchdog | None] = WeakKeyDictionary()
 _live: WeakSet[Watchdog] = WeakSet()
 """Watchdogs whose threads run, including those of finished jobs."""
-_failed: set[Watchdog] = set()
-"""Watchdogs of ranks that have failed because of others, at least once."""
 _lock = threading.RLock()
-"""Guards additions to and iterations over these three."""
+"""Guards additions to and iterations over these two."""
 
 
 def job_watchdog() -> Watchdog | None:
@@ -622,11 +523,9 @@ def _leave_at_exit() -> None:
 
 def _leave_all() -> None:
     """Stop all watchdog threads. One that returned from the store during finalization would abort the process."""
-    note_end(getattr(sys, "last_value", None))
     end = time.monotonic() + _STORE_SECONDS
     with _lock:  # another thread may be creating one
         current, watchdogs = list(_watchdogs.values()), list(_live)
-        failed = [each for each in _failed if each.here.at_fault]
     for watchdog in current:
         if watchdog is not None:
             watchdog.leave()
@@ -634,15 +533,6 @@ def _leave_all() -> None:
         watchdog.stop()
     for watchdog in watchdogs:
         watchdog.join(end - time.monotonic())
-    for watchdog in failed:
-        watchdog.wait_for_ranks_at_fault()
-    record_now()
-
-
-def note_end(error: BaseException | None) -> None:
-    """Note that ``error`` ends the program, perhaps by the fault of other ranks."""
-    if error is not None and any(each.here.at_fault for each in list(_failed)):
-        record_at_end(error)
 
 
 # -- Ctrl-C while the main thread waits in C++, where Python cannot run its signal handler

@@ -32,7 +32,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._consistency.watchdog import note_end
 from composable_fsdp._core.params import find_parameter, in_functional_call
 from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState, GlobalHooks, state_of, state_of_parameter
@@ -221,7 +220,6 @@ def _hook_uncaught() -> Callable[[], None]:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
-        note_end(error)
         text = explain(error)
         before(kind, error, stack)
         if text:

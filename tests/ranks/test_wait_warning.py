@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import PeerError, shutdown
-from tests._internals import Collective, OrderCheck, Transfer, communicator_over, compare, missing_ranks, watchdog
+from tests._internals import Collective, OrderCheck, Transfer, communicator_over, compare, missing_ranks
 from tests.helpers.faults import build, is_last, step
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
@@ -26,10 +26,6 @@ STANDS_STILL = r' in wait_for_release: world_store\(\)\.wait\(\["released"\]\)'
 LATE = (
     r"rank 0 has waited \d+\.\d s for rank 1 in all-gather of [^\n]*\n"
     rf"  rank 1 is at work.*\(1 step done\), and executes .*warned\.py:\d+{STANDS_STILL}"
-)
-FULL_TENSOR = (
-    r"rank 0 has waited \d+\.\d s in .* in wait_in_full_tensor: weight\.full_tensor\(\)\.\n"
-    rf"  rank 1 is at work.*{STANDS_STILL}"
 )
 
 
@@ -53,27 +49,6 @@ def test_a_long_wait_warns_whom_it_waits_for_and_where_that_rank_is(transport: E
     seconds = [float(record.split()[4]) for record in records]
     assert all(later >= 1.9 * earlier for earlier, later in pairwise([0.5, *seconds])), records
     assert others == []
-
-
-def wait_in_full_tensor() -> list[str]:
-    model = build()
-    step(model)
-    weight = next(model.parameters())
-    weight.full_tensor()  # the first call imports for long
-    with warned(0.1) as records, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(watchdog, "_STACK_SECONDS", 0.1)
-        if is_last():
-            wait_for_release()
-        else:
-            release_after(records, FULL_TENSOR)
-        weight.full_tensor()
-    return records
-
-
-@pytest.mark.behaviour("H-07")
-def test_a_call_of_full_tensor_on_one_rank_warns() -> None:
-    records, _ = run_ranks(wait_in_full_tensor, 2)
-    assert find_warning(records, FULL_TENSOR), records
 
 
 def train_and_shut_down(batches: int) -> None:

@@ -302,8 +302,6 @@ class ShmEngine:
         """Close the connection because of ``error``, raised by ``failed`` or else by the oldest operation in flight."""
         is_ours = isinstance(error, FSDPError)
         self.broken = self.broken or (str(error) if is_ours else error_summary(error))
-        if self._watchdog is not None and isinstance(error, PeerError):
-            self._watchdog.blame(error.ranks)
         where = failed or self._current or "an operation"
         said = f"gave up: {error}" if is_ours else f"raised {error_summary(error)} in {where}"
         self._socket.give_up(f"rank {self.ranks[self.rank]} {said}")
