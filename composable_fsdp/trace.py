@@ -1,4 +1,4 @@
-"""Trace events for tests, the memory ledger and timelines.
+"""Trace events for tests and timelines.
 
 Producers call :func:`emit` after ``if listeners:``, so without listeners each operation costs one check. Listeners are
 callables; :class:`Recorder` is one that keeps all events.
@@ -7,7 +7,7 @@ callables; :class:`Recorder` is one that keeps all events.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -85,8 +85,8 @@ class Recorder:
 
     >>> with Recorder() as recorder:
     ...     emit(Operation.ALLOCATE, "layers.0", 4096)
-    >>> recorder.allocated
-    {'layers.0': 4096}
+    >>> [str(event) for event in recorder]
+    ['allocate layers.0']
     """
 
     def __init__(self) -> None:
@@ -101,19 +101,3 @@ class Recorder:
 
     def __iter__(self) -> Iterator[TraceEvent]:
         return iter(self.events)
-
-    @property
-    def allocated(self) -> dict[str, int]:
-        """The bytes of unsharded parameters that each group holds now, without groups that hold none."""
-        return ledger(self.events)
-
-
-_SIGNS = {Operation.ALLOCATE: 1, Operation.FREE: -1}
-
-
-def ledger(events: Iterable[TraceEvent]) -> dict[str, int]:
-    """Return the bytes of unsharded parameters per group after ``events``, without groups that hold none."""
-    held: dict[str, int] = {}
-    for event in events:
-        held[event.group] = held.get(event.group, 0) + _SIGNS.get(event.operation, 0) * event.bytes
-    return {group: nbytes for group, nbytes in held.items() if nbytes}

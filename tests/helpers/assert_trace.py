@@ -63,3 +63,14 @@ def peak_groups(events: Iterable[TraceEvent]) -> int:
             gathered.discard(event.group)
         most = max(most, len(gathered))
     return most
+
+
+_SIGNS = {Operation.ALLOCATE: 1, Operation.FREE: -1}
+
+
+def ledger(events: Iterable[TraceEvent]) -> dict[str, int]:
+    """Return the bytes of unsharded parameters per group after ``events``, without groups that hold none."""
+    held: dict[str, int] = {}
+    for event in events:
+        held[event.group] = held.get(event.group, 0) + _SIGNS.get(event.operation, 0) * event.bytes
+    return {group: nbytes for group, nbytes in held.items() if nbytes}

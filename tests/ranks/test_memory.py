@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
-from composable_fsdp.trace import Operation, TraceEvent, ledger, listeners
+from composable_fsdp.trace import Operation, TraceEvent, listeners
 from tests._internals import FSDPState, find_state, state_of
+from tests.helpers.assert_trace import ledger
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import FULL, LiveStorages
 from tests.helpers.rank_process import RanksError

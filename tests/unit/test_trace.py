@@ -1,4 +1,4 @@
-"""Trace events, the recorder, the memory ledger, and the comparison of ``assert_trace``."""
+"""Trace events, the recorder, and the comparison of ``assert_trace``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import doctest
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from composable_fsdp import trace
-from composable_fsdp.trace import Operation, Recorder, TraceEvent, emit, ledger, listeners, now
+from composable_fsdp.trace import Operation, Recorder, TraceEvent, emit, listeners, now
 from tests.helpers.assert_trace import assert_trace, peak_groups
 
 
@@ -86,22 +84,6 @@ def test_a_listener_that_unsubscribes_during_an_event_does_not_skip_the_next_one
         emit(Operation.UNSHARD, "b")
     assert received == ["once unshard a"]
     assert len(recorder.events) == 2
-
-
-@given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.integers(0, 5))))
-def test_the_ledger_is_what_was_allocated_less_what_was_freed(entries: list[tuple[bool, str, int]]) -> None:
-    events = [(allocate if taken else free)(group, nbytes) for taken, group, nbytes in entries]
-    held = ledger(events)
-    for group in "abc":
-        assert held.get(group, 0) == sum(n if taken else -n for taken, g, n in entries if g == group)
-    assert all(held.values())
-
-
-def test_the_ledger_leaves_out_groups_that_hold_nothing_and_ignores_other_operations() -> None:
-    wait = TraceEvent(Operation.WAIT, "a", 64, "", 0.0, 0.0)
-    assert ledger([]) == {}
-    assert ledger([allocate("a", 8), wait, allocate("b", 4), free("a", 8)]) == {"b": 4}
-    assert recorded(allocate("a", 8), free("a", 8), allocate("a", 2)).allocated == {"a": 2}
 
 
 def test_the_peak_is_the_most_groups_gathered_or_in_flight_at_one_time() -> None:

@@ -34,6 +34,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.trace import Recorder, TraceEvent, listeners
 from tests._internals import state_of
+from tests.helpers.assert_trace import ledger
 from tests.helpers.forward_mode import load_forward_mode
 from tests.helpers.fuzz.model import (
     BlockModule,
@@ -511,7 +512,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def check_memory(recorder: Recorder) -> None:
-    assert recorder.allocated == {}, f"unsharded memory remains: {recorder.allocated}"
+    assert ledger(recorder.events) == {}, f"unsharded memory remains: {ledger(recorder.events)}"
 
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
