@@ -51,7 +51,6 @@ _FULL_VALUES = (
     "On all ranks, take value.full_tensor() of it, or do this inside composable_fsdp.unsharded_params(model, "
     "writeback=False); composable_fsdp.checkpoint.save_safetensors writes shards as they are."
 )
-_SHOWN = 3
 
 
 class ExplainedErrors(Observer):
@@ -88,8 +87,7 @@ def explain(error: BaseException) -> str | None:
 def explanation_of(error: BaseException) -> str | None:
     """Return a text that names the sharded parameter an error of torch is about, or ``None`` for other errors.
 
-    It is the first one found in the lines of the traceback and in its locals, innermost frame first. If there is none,
-    the text names those of the first module among these, of which it may be one.
+    It is the first one found in the lines of the traceback and in its locals, innermost frame first.
     """
     no_storage = isinstance(error, RuntimeError) and _NO_STORAGE in str(error)
     if not no_storage and not is_mixed(error):
@@ -100,8 +98,7 @@ def explanation_of(error: BaseException) -> str | None:
     values = [value for frame, line in reversed(frames) for value in _values_in(frame, line)]
     if no_storage:
         return _explain_storage(values)
-    texts = (explain_value(value) for explain_value in (_explain_value, _explain_module) for value in values)
-    text = next(filter(None, texts), None)
+    text = next(filter(None, map(_explain_value, values)), None)
     in_step = any(issubclass(type(frame.f_locals.get("self")), torch.optim.Optimizer) for frame, _ in frames)
     return text.replace(_REMEDY, _IN_STEP) if text and in_step else text
 
@@ -149,22 +146,6 @@ def _explain_value(value: object) -> str | None:
     return (
         f"parameter {found.name!r} is sharded, being in the group of {state.name!r} ({state.class_name}): only calls "
         f"of that module bring it into memory. {_REMEDY}"
-    )
-
-
-def _explain_module(value: object) -> str | None:
-    """Return the explanation if ``value`` is a module with sharded parameters."""
-    if not isinstance(value, nn.Module):
-        return None
-    found = ((name, p, find_parameter(p)) for name, p in value.named_parameters())
-    names = [repr(name) for name, p, each in found if each is not None and each.sharded is p]
-    if not names:
-        return None
-    more = ", …" if len(names) > _SHOWN else ""
-    owner = type(value).__name__.removeprefix("FSDP")
-    return (
-        f"If the DTensor is a sharded parameter of this {owner}, one of {', '.join(names[:_SHOWN])}{more}: only calls "
-        f"of the module whose group it is in bring it into memory. {_REMEDY}"
     )
 
 
