@@ -75,32 +75,28 @@ def broadcast_(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
     if not groups:
         return
     for bucket in _buckets(tensors):
-        (first, *others) = bucket
-        zero_copy = not others and first.is_contiguous() and first.device.type == mesh.device_type
-        flat = first if zero_copy else torch.cat([t.to(mesh.device_type).reshape(-1) for t in bucket])
         # As bytes, since not every backend supports every dtype. Each iteration makes one more axis agree.
+        sent = [t.detach().to(mesh.device_type).reshape(-1).resolve_conj().resolve_neg() for t in bucket]
+        zero_copy = len(bucket) == 1 and sent[0].data_ptr() == bucket[0].data_ptr()
+        flat = sent[0].view(torch.uint8) if zero_copy else torch.cat([each.view(torch.uint8) for each in sent])
         for group in groups:
-            dist.broadcast(flat.detach().view(-1).view(torch.uint8), group=group, group_src=0)
+            dist.broadcast(flat, group=group, group_src=0)
         if not zero_copy:
-            for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                fill_(tensor, piece.view(tensor.shape))
+            for tensor, piece in zip(bucket, flat.split([t.nbytes for t in bucket]), strict=True):
+                fill_(tensor, piece.view(tensor.dtype).view(tensor.shape))
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group non-empty tensors of one dtype into buckets of up to ``MESSAGE_BYTES``."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
-        bucket: list[torch.Tensor] = []
-        size = 0
-        for tensor in same:
-            if bucket and size + tensor.nbytes > MESSAGE_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.nbytes
+    """Group non-empty tensors into buckets of up to ``MESSAGE_BYTES``, so that each one's bytes are aligned."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in sorted((each for each in tensors if each.numel()), key=lambda each: -each.itemsize):
+        if bucket and size + tensor.nbytes > MESSAGE_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
         yield bucket
 
 
