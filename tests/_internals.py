@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plan.simulate import CollectiveCost, Costs, GroupSpec, simulate
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
-    from composable_fsdp.plugins.checks.model_check import Values, differing_starts, start_details
+    from composable_fsdp.plugins.checks.model_check import Values, differing_starts, equal_shards
     from composable_fsdp.plugins.checks.writes import unchecked
     from composable_fsdp.plugins.custom_comm import Pooled
     from composable_fsdp.plugins.explain_errors import explanation_of

@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from difflib import unified_diff
 from functools import cache
 from hashlib import blake2b
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+from composable_fsdp._consistency.process_groups import gather_objects
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, is_over_group
 from composable_fsdp._core.seams import runs_unseen
 from composable_fsdp.errors import DivergenceError, FSDPError
 
+T = TypeVar("T")
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Matches addresses in the default ``repr`` of functions and objects, which differ between processes."""
-_SHOWN_LINES = 12
 SHOWN_RANKS = 8
 """The number of ranks that errors name of those with the same lines or values."""
 _NOTHING = "nothing more"
@@ -70,7 +71,7 @@ def verify_same(
     sent = torch.tensor([dist.get_rank(), digest, *facts()], device=device)
     rows = gather_rows(sent, axes, f"comparison of {subject}").tolist()
     if any(other != digest for _, other, *_ in rows):
-        lines = {rank: t.split("\n") for rank, t in gather_texts(text.decode(), axes, device, subject).items()}
+        lines = gather_by_rank(text.decode().split("\n"), axes)
         check_versions({rank: first for rank, (first, *_) in lines.items()})
         raise DivergenceError(difference_text(subject, lines))
     return {rank: numbers for rank, _, *numbers in rows}
@@ -99,22 +100,12 @@ def check_versions(found: Mapping[int, str], kind: type[FSDPError] = DivergenceE
         raise kind(f"Ranks run different versions:{lines}\nInstall the same versions for all ranks.")
 
 
-@runs_unseen
-@torch.inference_mode(False)
-@torch.no_grad()
-def gather_texts(own: str, communicators: Iterable[Communicator], device: torch.device, subject: str) -> dict[int, str]:
-    """Return the texts of all ranks along ``communicators``, of which some has several, by rank, as all ranks must."""
-    axes, label, packed = multi_rank_axes(communicators), f"comparison of {subject}", zlib.compress(own.encode())
-    sent = torch.tensor([dist.get_rank(), len(packed)], device=device)
-    rows = gather_rows(sent, axes, label).tolist()
-    length = max(length for _, length in rows)
-    message = torch.frombuffer(bytearray(packed.ljust(length, b"\0")), dtype=torch.uint8).to(device)
-    texts = gather_rows(message, axes, label).cpu()
-    # A decompressobj ignores the padding after the end.
-    return {
-        rank: zlib.decompressobj().decompress(text.numpy().tobytes()).decode()
-        for (rank, _), text in zip(rows, texts, strict=True)
-    }
+def gather_by_rank(own: T, communicators: Iterable[Communicator]) -> dict[int, T]:
+    """Return ``own`` of all ranks along ``communicators``, of which some has several, by rank, as all ranks must."""
+    found = {dist.get_rank(): own}
+    for axis in multi_rank_axes(communicators):
+        found = {rank: each for part in gather_objects(found, axis) for rank, each in part.items()}
+    return found
 
 
 def multi_rank_axes(communicators: Iterable[Communicator]) -> list[Communicator]:
@@ -137,24 +128,14 @@ def gather_rows(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> 
 
 
 def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
-    """Return the error text for ranks whose ``lines`` differ: each one's first difference and a diff of two of them."""
-    ranks_by_lines: dict[tuple[str, ...], list[int]] = {}
+    """Return the error text for ranks whose ``lines`` differ, with the first difference."""
+    index = next(i for i, parts in enumerate(zip_longest(*lines.values())) if len(set(parts)) > 1)
+    ranks: dict[str, list[int]] = {}
     for rank, own in sorted(lines.items()):
-        ranks_by_lines.setdefault(tuple(own), []).append(rank)
-    variants = sorted(ranks_by_lines, key=lambda variant: (-len(ranks_by_lines[variant]), ranks_by_lines[variant]))
-    index = next(i for i, parts in enumerate(zip_longest(*variants)) if len(set(parts)) > 1)
-    first = "".join(
-        f"\n  {ranks_text(ranks, SHOWN_RANKS)}: {variant[index] if index < len(variant) else _NOTHING}"
-        for variant, ranks in ((each, ranks_by_lines[each]) for each in variants)
-    )
-    usual, other = variants[:2]
-    lines_of_diff = unified_diff(usual, other, n=0, lineterm="")
-    changes = [line for line in lines_of_diff if not line.startswith(("---", "+++", "@@"))]
-    shown = "".join(f"\n  {line}" for line in changes[:_SHOWN_LINES])
-    more = f"\n  and {len(changes) - _SHOWN_LINES} lines more" if len(changes) > _SHOWN_LINES else ""
+        ranks.setdefault(own[index] if index < len(own) else _NOTHING, []).append(rank)
+    first = "".join(f"\n  {ranks_text(who, SHOWN_RANKS)}: {line}" for line, who in ranks.items())
     return (
         f"Ranks have built different models. The first difference in {subject}:{first}\n"
-        f"From rank {ranks_by_lines[usual][0]} (-) to rank {ranks_by_lines[other][0]} (+):{shown}{more}\n"
         "All ranks must build the same modules, with the same parameters in the same order, and shard them by the same "
         "calls with the same options."
     )

@@ -9,7 +9,6 @@ only if the summaries show a mistake.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from hashlib import blake2b
@@ -23,7 +22,7 @@ from torch import nn
 
 from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck
 from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp._consistency.verify_ranks import SHOWN_RANKS, gather_texts, verify_same
+from composable_fsdp._consistency.verify_ranks import SHOWN_RANKS, gather_by_rank, verify_same
 from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.params import ShardedParameter, local_part
 from composable_fsdp._core.seams import ObservedRoot, Observer
@@ -35,10 +34,8 @@ SAMPLED = 64
 _SLOTS = 32
 _MIN_DISTINCT = 8
 """The number of distinct values from which a sample looks random. Tables of a few constants have fewer."""
-_CHANGED, _UNKNOWN, _ANY = "changed", "unknown", "any"
-"""Starting values of a shard that has changed since it was cut, of one that was not sampled, and of one that does not
-depend on them.
-"""
+_CHANGED, _ANY = "changed", "any"
+"""Starting values of a shard that has changed since it was cut, and of one that does not show them."""
 
 _starts: WeakKeyDictionary[ShardedParameter, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
 """Samples of parameters and of this rank's shards, taken when the parameters were sharded, until they are compared."""
@@ -48,28 +45,26 @@ class Values(NamedTuple):
     """Facts about the values of one parameter, which ranks compare.
 
     Args:
-        name: name, the same on all ranks.
-        start: the digest of a sample of the full parameter when it was sharded, ``_CHANGED`` or ``_UNKNOWN``.
-        varies: elements of the shard differ, so that it depends on the starting values. Constants do not.
+        start: the digest of a sample of the full parameter when it was sharded, ``_CHANGED`` or ``_ANY``.
         shard: the digest of a sample of the shard if a random number generator may have made it, else 0.
     """
 
-    name: str
     start: str
-    varies: bool
     shard: int
 
     @staticmethod
     def of(name: str, local: torch.Tensor, shard: bytes, whole: bytes | None = None, then: bytes = b"") -> Values:
-        """Return the values of a parameter from samples of its shard ``local``, and of the parameter and shard then."""
+        """Return the values of a parameter from samples of its shard ``local``, and of the parameter and shard then.
+
+        A shard of equal elements, or of none, does not depend on the starting values.
+        """
         elements = [shard[i : i + local.itemsize] for i in range(0, len(shard), local.itemsize)]
         distinct = len(set(elements))
         is_random = local.is_floating_point() and distinct >= max(_MIN_DISTINCT, len(elements) // 2)
         number = _digest(f"{name} {tuple(local.shape)}".encode(), shard) if is_random else 0
-        start = _UNKNOWN if whole is None else f"{_digest(whole):x}"
-        if whole is not None and shard != then:
-            start = _CHANGED
-        return Values(name, start, distinct > 1, number)
+        if whole is None or distinct < 2:
+            return Values(_ANY, number)
+        return Values(f"{_digest(whole):x}" if shard == then else _CHANGED, number)
 
 
 def _digest(*parts: bytes) -> int:
@@ -102,76 +97,66 @@ def _values_of(parameters: Mapping[str, ShardedParameter], device: torch.device)
     ]
 
 
-def _summary(values: Sequence[Values], shard_rank: int) -> list[int]:
+def _summary(names: Iterable[str], values: Sequence[Values], shard_rank: int) -> list[int]:
     """Return numbers in which ranks with the same start, and ranks with equal shards, agree, as many for every model.
 
     They are a digest of the starts, the rank's index on the shard axis, and the shards, hashed to slots by name.
     """
     slots = [0] * _SLOTS
-    for each in values:
-        slots[_digest(each.name.encode()) % _SLOTS] ^= each.shard
-    return [_digest(*(part.encode() for each in values for part in (each.name, each.start))), shard_rank, *slots]
+    for name, each in zip(names, values, strict=True):
+        slots[_digest(name.encode()) % _SLOTS] ^= each.shard
+    return [_digest(*(each.start.encode() for each in values)), shard_rank, *slots]
 
 
-def start_details(values: Sequence[Values]) -> str:
-    """Return this rank's text for :func:`differing_starts`: a word per parameter, in the order that all ranks know."""
-    return " ".join(each.start if each.varies and each.start != _UNKNOWN else _ANY for each in values)
+def _ranks_by_value(values: Mapping[int, Sequence[str]], k: int) -> dict[str, list[int]]:
+    """Return the ranks of each distinct ``k``-th value but ``_ANY``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, own in sorted(values.items()):
+        if own[k] != _ANY:
+            ranks.setdefault(own[k], []).append(rank)
+    return ranks
 
 
-def differing_starts(details: Mapping[int, str], names: Sequence[str]) -> dict[str, dict[str, list[int]]]:
-    """Return parameters whose initial values differed between ranks, with the ranks grouped by equal values.
+def differing_starts(starts: Mapping[int, Sequence[str]], names: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Return parameters whose initial values differed between ranks, with the ranks of each value.
 
-    A parameter that has changed since on any rank is skipped, because its initial values are overwritten. After a
-    checkpoint was loaded, ranks differ only in which shards are empty, so there are few distinct texts, and each is
-    parsed once.
+    A parameter that has changed since on any rank is skipped, because its initial values are overwritten.
 
     Args:
-        details: the text of each rank.
-        names: names of the parameters, in the order of the texts.
+        starts: the starting values of each rank, one for each parameter.
+        names: names of the parameters.
     """
-    by_text: dict[str, list[int]] = {}
-    for rank, text in sorted(details.items()):
-        by_text.setdefault(text, []).append(rank)
-    starts: dict[str, dict[str, list[int]]] = {name: {} for name in names}
-    for text, ranks in by_text.items():
-        for name, start in zip(names, text.split(), strict=True):
-            if start != _ANY:
-                starts[name].setdefault(start, []).extend(ranks)
-    unlike = {name: found for name, found in starts.items() if len(found) > 1 and _CHANGED not in found}
-    return {name: {start: sorted(ranks) for start, ranks in found.items()} for name, found in unlike.items()}
+    found = {name: _ranks_by_value(starts, k) for k, name in enumerate(names)}
+    return {name: [*ranks.values()] for name, ranks in found.items() if len(ranks) > 1 and _CHANGED not in ranks}
 
 
-def _shard_details(values: Sequence[Values], parameters: Iterable[ShardedParameter]) -> str:
-    """Return this rank's text for :func:`_equal_shards`.
+def _shard_digest(values: Values, parameter: ShardedParameter) -> str:
+    """Return the digest of all of a shard that seems to be random.
 
     Shards of one row, or whose first two rows are equal, are skipped. Repeated rows are intended, as for experts that
     are all initialized as copies of one layer.
     """
-    found = {}
-    for each, parameter in zip(values, parameters, strict=True):
-        shard, dim = parameter.local_now, parameter.dim
-        if each.shard and shard.size(dim) > 1 and not torch.equal(shard.select(dim, 0), shard.select(dim, 1)):
-            data = shard.detach().contiguous().view(-1, 1).view(torch.uint8).cpu().numpy().tobytes()
-            found[each.name] = f"{tuple(shard.shape)} {_digest(data):x}"
-    return json.dumps(found)
+    shard, dim = parameter.local_now, parameter.dim
+    if not values.shard or shard.size(dim) < 2 or torch.equal(shard.select(dim, 0), shard.select(dim, 1)):
+        return _ANY
+    data = shard.detach().contiguous().view(-1, 1).view(torch.uint8).cpu().numpy().tobytes()
+    return f"{tuple(shard.shape)} {_digest(data):x}"
 
 
-def _equal_shards(details: Mapping[int, str], shard_ranks: Mapping[int, int]) -> dict[str, list[int]]:
+def equal_shards(
+    shards: Mapping[int, Sequence[str]], names: Sequence[str], shard_ranks: Mapping[int, int]
+) -> dict[str, list[int]]:
     """Return parameters of which ranks with different shards hold equal values, and these ranks.
 
     A single such parameter among others that differ is considered a table that repeats itself, and skipped.
     """
-    holders: dict[str, dict[str, list[int]]] = {}
-    for rank, text in sorted(details.items()):
-        for name, value in json.loads(text).items():
-            holders.setdefault(name, {}).setdefault(value, []).append(rank)
 
     def hold_different_shards(ranks: Iterable[int]) -> bool:
         return len({shard_ranks[rank] for rank in ranks}) > 1
 
-    compared = [name for name, own in holders.items() if hold_different_shards(chain(*own.values()))]
-    equal = {name: next(filter(hold_different_shards, holders[name].values()), []) for name in compared}
-    found = {name: ranks for name, ranks in equal.items() if ranks}
+    holders = {name: [*_ranks_by_value(shards, k).values()] for k, name in enumerate(names)}
+    compared = [name for name, ranks in holders.items() if hold_different_shards(chain(*ranks))]
+    found = {n: same for n in compared for same in holders[n] if hold_different_shards(same)}
     return found if len(found) > 1 or len(found) == len(compared) else {}
 
 
@@ -218,19 +203,19 @@ def _check_axes(
     root: FSDPState, states: Mapping[str, FSDPState], axes: DataParallelAxes, parameters: Mapping[str, ShardedParameter]
 ) -> None:
     """Check the ``parameters``, by their names in errors, that are sharded over ``axes``."""
-    ranks = (axes.shard, axes.replicate), axes.device, f"the model under {root.class_name}"
-    values: list[Values] = []
+    communicators, names, values = (axes.shard, axes.replicate), list(parameters), list[Values]()
 
     def own_summary() -> list[int]:
         values.extend(_values_of(parameters, axes.device))
-        return _summary(values, axes.shard.rank)
+        return _summary(names, values, axes.shard.rank)
 
-    summaries = verify_same(_model_lines(root, states, axes), *ranks, own_summary)
+    lines, subject = _model_lines(root, states, axes), f"the model under {root.class_name}"
+    summaries = verify_same(lines, communicators, axes.device, subject, own_summary)
     if len({start for start, *_ in summaries.values()}) > 1:
-        unlike = differing_starts(gather_texts(start_details(values), *ranks), list(parameters))
+        unlike = differing_starts(gather_by_rank([each.start for each in values], communicators), names)
         if unlike:
             name, found = next(iter(unlike.items()))
-            unlike_ranks = " and on ".join(ranks_text(each, SHOWN_RANKS) for each in found.values())
+            unlike_ranks = " and on ".join(ranks_text(each, SHOWN_RANKS) for each in found)
             raise DivergenceError(
                 f"Ranks have started from different values: {name} was not the same on {unlike_ranks} when fully_shard "
                 f"cut it{_and_more(unlike)}. Each rank kept its own part, so the shards do not belong to one model. "
@@ -241,8 +226,9 @@ def _check_axes(
     owners: dict[int, int] = {}  # of the shards in a slot
     numbers = [(number, shard_rank) for _, shard_rank, *slots in summaries.values() for number in slots if number]
     if any(owners.setdefault(number, shard_rank) != shard_rank for number, shard_rank in numbers):
-        details = gather_texts(_shard_details(values, parameters.values()), *ranks)
-        equal = _equal_shards(details, {rank: shard_rank for rank, (_, shard_rank, *_) in summaries.items()})
+        own = [_shard_digest(each, parameter) for each, parameter in zip(values, parameters.values(), strict=True)]
+        shard_ranks = {rank: shard_rank for rank, (_, shard_rank, *_) in summaries.items()}
+        equal = equal_shards(gather_by_rank(own, communicators), names, shard_ranks)
         if equal:
             name, equal_ranks = next(iter(equal.items()))
             raise ParameterError(
