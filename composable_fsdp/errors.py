@@ -23,7 +23,6 @@ __all__ = [
     "GradientError",
     "LifecycleError",
     "LostExtensionWarning",
-    "LowPrecisionWarning",
     "MeshError",
     "MissingNameError",
     "OffloadBackendWarning",
@@ -152,10 +151,6 @@ class ExecutionOrderWarning(UserWarning):
 
 class LostExtensionWarning(UserWarning):
     """A tensor's all-gather hooks were lost, so its parameter is communicated like a plain one."""
-
-
-class LowPrecisionWarning(UserWarning):
-    """An optimizer updates sharded parameters in bf16 or fp16 and keeps no fp32 copy of them."""
 
 
 class OffloadBackendWarning(UserWarning):

@@ -430,7 +430,7 @@ def test_warnings_of_other_libraries_are_silent(run: Callable[..., Done], progra
         "def build():\n    warnings.warn('of another', stacklevel=1)\n"
         "    logger = logging.getLogger('another')\n    logger.addHandler(logging.StreamHandler())\n"
         "    logger.warning('logged')\n"
-        "    warnings.warn('ours', composable_fsdp.errors.LowPrecisionWarning, stacklevel=1)\n"
+        "    warnings.warn('ours', composable_fsdp.errors.PlainParameterWarning, stacklevel=1)\n"
         "    return torch.nn.Linear(64, 64)\n"
     )
     done = run(f"{program}:build", *OPTIONS, "--policy", "none")

@@ -52,7 +52,7 @@ def test_few_names_are_at_the_top_and_few_methods_beside_those_of_torch() -> Non
     ("name", "home"),
     [
         ("MeshError", "errors"),
-        ("LowPrecisionWarning", "errors"),
+        ("PlainParameterWarning", "errors"),
         ("JoinPart", "plugins.weight_stream"),
         ("ModelDescription", "diagnostics"),
     ],

@@ -6,7 +6,6 @@ import inspect
 import re
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -32,7 +31,6 @@ from composable_fsdp.errors import (
     ArgumentTypeError,
     ConfigurationError,
     LifecycleError,
-    LowPrecisionWarning,
     OffloadBackendWarning,
     ParameterError,
 )
@@ -698,46 +696,6 @@ def test_a_backward_that_failed_in_a_thread_is_reported_as_left() -> None:
         model(X)
     model.reset_iter_state()
     model(X).sum().backward()
-
-
-class WithMaster(torch.optim.SGD):
-    """An optimizer that may keep an fp32 copy of its parameters."""
-
-
-def step(module: nn.Module, kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> None:
-    optimizer = kind([p for p in module.parameters() if p.requires_grad], lr=0.1)  # type: ignore[call-arg]
-    for _ in range(2):
-        module(X.to(dtype)).sum().backward()
-        optimizer.step()
-
-
-@pytest.mark.behaviour("D-01")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_one_warning_tells_of_an_optimizer_that_updates_parameters_of_low_precision(dtype, monkeypatch) -> None:
-    monkeypatch.setattr("composable_fsdp.plugins.checks.optimizer_checks._has_warned_of_low_precision", False)
-    name = str(dtype).removeprefix("torch.")
-    silent: list[tuple[nn.Module, type[torch.optim.Optimizer], torch.dtype]] = [
-        (fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=dtype)), torch.optim.SGD, dtype),
-        (fully_shard(nn.Linear(4, 4, dtype=dtype)), WithMaster, dtype),
-    ]
-    frozen = nn.Sequential(nn.Linear(4, 4, dtype=dtype).requires_grad_(False), nn.LayerNorm(4))
-    fully_shard(frozen, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-    silent.append((frozen, torch.optim.SGD, dtype))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", LowPrecisionWarning)
-        for case in silent:
-            step(*case)
-    match = (
-        rf"SGD updates 2 sharded parameters in {name}, such as 'weight', and keeps no copy in fp32.*"
-        rf"MixedPrecisionPolicy\(param_dtype=torch\.{name}\)\).*filter this composable_fsdp\.errors\.LowPrecision"
-    )
-    with pytest.warns(LowPrecisionWarning, match=match) as found:
-        step(fully_shard(nn.Linear(4, 4, dtype=dtype)), torch.optim.SGD, dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", LowPrecisionWarning)
-        step(fully_shard(nn.Linear(4, 4, dtype=dtype)), torch.optim.SGD, dtype)
-    assert len(found) == 1
-    assert found[0].filename == __file__
 
 
 @pytest.mark.behaviour("D-02")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals, safe_globals
 
 from composable_fsdp._core.hooks import sharded_parameters
@@ -22,9 +21,8 @@ from composable_fsdp._core.params import (
 )
 from composable_fsdp._core.seams import Observer
 from composable_fsdp._extents import has_own_memory
-from composable_fsdp.errors import ConfigurationError, LifecycleError, LowPrecisionWarning, UnsavableStateWarning
+from composable_fsdp.errors import ConfigurationError, LifecycleError, UnsavableStateWarning
 
-_has_warned_of_low_precision = False
 _CHECKED_ATTRIBUTE = "_composable_fsdp_checked"
 """The attribute of checked optimizers with their number of parameters then. Copies and pickles do not have it."""
 
@@ -67,7 +65,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "the optimizer before the first forward."
         )
     vars(optimizer)[_CHECKED_ATTRIBUTE] = number
-    _warn_of_low_precision(optimizer, parameters)
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -86,49 +83,22 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _warn_of_low_precision(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Warn once per process of low-precision updates by a class of ``torch.optim``.
-
-    Other optimizers may keep an fp32 copy or round stochastically.
-
-    Warns:
-        LowPrecisionWarning: the optimizer updates bf16 or fp16 sharded parameters.
-    """
-    global _has_warned_of_low_precision
-    if _has_warned_of_low_precision or not type(optimizer).__module__.startswith("torch.optim."):
-        return
-    dtypes = (torch.bfloat16, torch.float16)
-    low = [p for p in parameters if isinstance(p, DTensor) and p.dtype in dtypes and p.requires_grad]
-    first = next(filter(None, map(find_parameter, low)), None)
-    if first is None:
-        return
-    _has_warned_of_low_precision = True
-    dtype = str(first.dtype).removeprefix("torch.")
-    warnings.warn(
-        f"{type(optimizer).__name__} updates {len(low)} sharded parameters in {dtype}, such as {first.name!r}, and "
-        "keeps no copy in fp32: updates smaller than the rounding of a parameter are lost. Leave parameters in fp32 "
-        f"and compute in {dtype} with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype})). If "
-        "it is meant so, filter this composable_fsdp.errors.LowPrecisionWarning.",
-        LowPrecisionWarning,
-        stacklevel=7,
-    )
-
-
 def _warn_of_state_without_checkpoints(optimizer: torch.optim.Optimizer) -> None:
     """Warn of state of tensor classes that ``checkpoint.save`` cannot save, once for each class.
 
     Warns:
         UnsavableStateWarning: the pickle of such a class cannot be loaded.
     """
-    smallest: dict[type, tuple[torch.Tensor, str, torch.Tensor]] = {}
-    for parameter, entry in optimizer.state.items():
-        for key, value in entry.items() if isinstance(entry, Mapping) else ():
-            local = local_part(value) if isinstance(value, torch.Tensor) else None
-            if local is not None and not has_own_memory(local) and not isinstance(local, FakeTensor):  # as plans have
-                found = smallest.setdefault(type(local), (parameter, key, local))
-                if local.numel() < found[2].numel():
-                    smallest[type(local)] = parameter, key, local
-    for kind, (parameter, key, local) in smallest.items():
+    found = [
+        (local, parameter, key)
+        for parameter, entry in optimizer.state.items()
+        for key, value in (entry.items() if isinstance(entry, Mapping) else ())
+        if isinstance(value, torch.Tensor) and not has_own_memory(local := local_part(value))
+    ]
+    found.sort(key=lambda each: each[0].numel(), reverse=True)  # so that the smallest of each class is the last
+    for kind, (local, parameter, key) in {type(each[0]): each for each in found}.items():
+        if kind is FakeTensor:  # as plans have
+            continue
         if reason := _why_not_saved(local):
             state = find_parameter(parameter)
             name = f"of shape {tuple(parameter.shape)}" if state is None else repr(state.name)
