@@ -5,7 +5,7 @@ Only calls of a module unshard its parameters. A method that computes with shard
 remedy.
 
 Plain modules inside a sharded one run no code of this package. If such an error passes through the call of a sharded
-module, or ends the program, a note with the name of the sharded parameter is added to it. The latter needs a
+module, or ends the program, the name of the sharded parameter is added to its text. The latter needs a
 ``sys.excepthook``, as long as there is a sharded model.
 
 Rejected: code of the sharded parameters themselves, which would run wherever the error is caught. ``DTensor`` raises it
@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp._core.params import find_parameter, in_functional_call
 from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState, GlobalHooks, state_of, state_of_parameter
-from composable_fsdp.errors import LifecycleError, printable
+from composable_fsdp.errors import LifecycleError
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 _REMEDY = (
@@ -71,17 +71,14 @@ def is_mixed(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, LifecycleError) and _MIXED in str(error)
 
 
-def explain(error: BaseException) -> str | None:
-    """Add a note to an error about sharded parameters. Return its text where errors take no notes, in Python 3.10."""
+def explain(error: BaseException) -> None:
+    """Add the explanation of an error about sharded parameters to its text."""
     try:
         text = explanation_of(error)
     except Exception:  # raised by objects of the program, such as a closed shelf in a local
-        return None
-    if text is None or not hasattr(error, "add_note"):
-        return text
-    if not any(note.endswith((_REMEDY, _FULL_VALUES, _IN_STEP)) for note in getattr(error, "__notes__", ())):
-        error.add_note(text)
-    return None
+        return
+    if text is not None and not any(known in str(error) for known in (_REMEDY, _FULL_VALUES, _IN_STEP, text)):
+        error.args = (f"{error}\n{text}",)
 
 
 def explanation_of(error: BaseException) -> str | None:
@@ -194,17 +191,12 @@ def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hook_uncaught() -> Callable[[], None]:
-    """Install a ``sys.excepthook`` that explains uncaught errors and calls the hook of before. Return what restores it.
-
-    A text that cannot be a note of the error is printed at the end.
-    """
+    """Install a ``sys.excepthook`` that explains uncaught errors and calls the one before. Return what restores it."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
-        text = explain(error)
+        explain(error)
         before(kind, error, stack)
-        if text:
-            sys.stderr.write(f"{printable(text)}\n")
 
     def restore() -> None:
         if sys.excepthook is hook:  # otherwise another hook may call this one

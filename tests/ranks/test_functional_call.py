@@ -220,8 +220,7 @@ def test_modules_can_be_called_with_values_inside_a_forward() -> None:
             model.values = own
             with pytest.raises(RuntimeError, match="got mixed") as caught:
                 model(x)
-            notes = getattr(caught.value, "__notes__", ("",))
-            assert any("give full ones: value.full_tensor()" in note for note in notes)
+            assert str(caught.value).count("give full ones: value.full_tensor()") == 1
         model.values, reference.values = {}, {}
         check_step(what, model, reference, model(x), x)
 
