@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from hashlib import blake2b
-from io import BytesIO
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,8 +20,8 @@ import torch
 from torch import nn
 
 from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck
-from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp._consistency.verify_ranks import SHOWN_RANKS, gather_by_rank, verify_same
+from composable_fsdp._consistency.rank_report import format_ranks
+from composable_fsdp._consistency.verify_ranks import gather_by_rank, verify_same
 from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.params import ShardedParameter, local_part
 from composable_fsdp._core.seams import ObservedRoot, Observer
@@ -78,23 +77,16 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
     values, count = tensor.detach(), tensor.numel()
     step = max(1, count // SAMPLED)
     step -= step > 1 and step % 2 == 0  # odd, because an even step would often sample one column only
-    if values.is_contiguous():
-        return values.view(-1)[::step][:SAMPLED].clone()
-    positions = torch.arange(0, count, step, device=values.device)[:SAMPLED]
-    return values[torch.unravel_index(positions, values.shape)]
+    return values.reshape(-1)[::step][:SAMPLED].clone()
 
 
-def _values_of(parameters: Mapping[str, ShardedParameter], device: torch.device) -> list[Values]:
-    """Return what is compared of ``parameters``, by their names in errors. One copy brings all samples to the host."""
-    shards = [p.local_now for p in parameters.values()]
-    samples = [(_sample(s), *_starts.get(p, ())) for p, s in zip(parameters.values(), shards, strict=True)]
-    present = [each for own in samples for each in own if each is not None]
-    parts = [each.view(-1, 1).view(torch.uint8).view(-1).to(device) for each in present]
-    data = BytesIO(torch.cat(parts).cpu().numpy().tobytes() if parts else b"")
-    return [
-        Values.of(name, shard, *(b"" if each is None else data.read(each.nbytes) for each in own))
-        for name, shard, own in zip(parameters, shards, samples, strict=True)
-    ]
+def _bytes(tensor: torch.Tensor | None) -> bytes:
+    return b"" if tensor is None else tensor.contiguous().view(-1, 1).view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _values_of(name: str, parameter: ShardedParameter) -> Values:
+    shard = parameter.local_now
+    return Values.of(name, shard, _bytes(_sample(shard)), *map(_bytes, _starts.get(parameter, ())))
 
 
 def _summary(names: Iterable[str], values: Sequence[Values], shard_rank: int) -> list[int]:
@@ -139,8 +131,7 @@ def _shard_digest(values: Values, parameter: ShardedParameter) -> str:
     shard, dim = parameter.local_now, parameter.dim
     if not values.shard or shard.size(dim) < 2 or torch.equal(shard.select(dim, 0), shard.select(dim, 1)):
         return _ANY
-    data = shard.detach().contiguous().view(-1, 1).view(torch.uint8).cpu().numpy().tobytes()
-    return f"{tuple(shard.shape)} {_digest(data):x}"
+    return f"{tuple(shard.shape)} {_digest(_bytes(shard.detach())):x}"
 
 
 def equal_shards(
@@ -206,7 +197,7 @@ def _check_axes(
     communicators, names, values = (axes.shard, axes.replicate), list(parameters), list[Values]()
 
     def own_summary() -> list[int]:
-        values.extend(_values_of(parameters, axes.device))
+        values.extend(_values_of(name, parameter) for name, parameter in parameters.items())
         return _summary(names, values, axes.shard.rank)
 
     lines, subject = _model_lines(root, states, axes), f"the model under {root.class_name}"
@@ -215,7 +206,7 @@ def _check_axes(
         unlike = differing_starts(gather_by_rank([each.start for each in values], communicators), names)
         if unlike:
             name, found = next(iter(unlike.items()))
-            unlike_ranks = " and on ".join(ranks_text(each, SHOWN_RANKS) for each in found)
+            unlike_ranks = " and on ".join(format_ranks(each) for each in found)
             raise DivergenceError(
                 f"Ranks have started from different values: {name} was not the same on {unlike_ranks} when fully_shard "
                 f"cut it{_and_more(unlike)}. Each rank kept its own part, so the shards do not belong to one model. "
@@ -232,7 +223,7 @@ def _check_axes(
         if equal:
             name, equal_ranks = next(iter(equal.items()))
             raise ParameterError(
-                f"{name} has the same random values on {ranks_text(equal_ranks, SHOWN_RANKS)}, which hold different "
+                f"{name} has the same random values on {format_ranks(equal_ranks)}, which hold different "
                 f"shards of it{_and_more(equal)}. A random operation, such as reset_parameters(), has run on the "
                 "shards with the same seed on every rank. Call composable_fsdp.initialize(model, seed=...) in its "
                 "place, which gives the values of the unsharded model, or enclose it in "
