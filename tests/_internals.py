@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from composable_fsdp._api.strategy import StrategyName, resolve_strategy
     from composable_fsdp._api.torch_types import as_strategy
     from composable_fsdp._consistency import process_groups, watchdog
-    from composable_fsdp._consistency import shutdown as missing_ranks
     from composable_fsdp._consistency.main_thread import has_ended, main_thread_line
     from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
     from composable_fsdp._consistency.process_groups import part_of

@@ -186,14 +186,14 @@ def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) ->
     """Return which ranks are missing and what to do. ``missing`` do not answer; ``late`` do, but are elsewhere."""
     if missing and timed_out:
         return (
-            f"{ranks_text(missing)} did not answer in time. The process is stopped or gone, or its host cannot be "
+            f"{format_ranks(missing)} did not answer in time. The process is stopped or gone, or its host cannot be "
             "reached: look there."
         )
     if missing:
         verb, possessive = ("is", "its") if len(missing) == 1 else ("are", "their")
-        return f"{ranks_text(missing)} {verb} gone. {LOOK.format(possessive)}"
+        return f"{format_ranks(missing)} {verb} gone. {LOOK.format(possessive)}"
     if late:
-        who = ranks_text(late)
+        who = format_ranks(late)
         return f"{who} did not come to it in time. If slow, not stuck, give the process group a longer timeout."
     return "a connection was lost. Look for the first error in the output of each rank."
 
@@ -208,12 +208,6 @@ def order_text(about: Mapping[int, str]) -> str:
         "modules that are wrapped differently. Where ranks are meant to skip modules, call "
         "set_reduce_scatter_unused_params(True) on the root."
     )
-
-
-def ranks_text(ranks: Sequence[int], most: int | None = None) -> str:
-    """Return ``rank 1``, or ``ranks 1, 2``; with ``most``, only the first that many."""
-    more = ", ..." if most is not None and len(ranks) > most else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{more}"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from composable_fsdp._consistency.process_groups import gather_objects
-from composable_fsdp._consistency.rank_report import ranks_text
+from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, is_over_group
 from composable_fsdp._core.seams import runs_unseen
 from composable_fsdp.errors import DivergenceError, FSDPError
@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Matches addresses in the default ``repr`` of functions and objects, which differ between processes."""
-SHOWN_RANKS = 8
-"""The number of ranks that errors name of those with the same lines or values."""
 _NOTHING = "nothing more"
 
 
@@ -96,7 +94,7 @@ def check_versions(found: Mapping[int, str], kind: type[FSDPError] = DivergenceE
     for rank, version in sorted(found.items()):
         ranks.setdefault(version, []).append(rank)
     if len(ranks) > 1:
-        lines = "".join(f"\n  {ranks_text(who, SHOWN_RANKS)}: {version}" for version, who in ranks.items())
+        lines = "".join(f"\n  {format_ranks(who)}: {version}" for version, who in ranks.items())
         raise kind(f"Ranks run different versions:{lines}\nInstall the same versions for all ranks.")
 
 
@@ -133,7 +131,7 @@ def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, own in sorted(lines.items()):
         ranks.setdefault(own[index] if index < len(own) else _NOTHING, []).append(rank)
-    first = "".join(f"\n  {ranks_text(who, SHOWN_RANKS)}: {line}" for line, who in ranks.items())
+    first = "".join(f"\n  {format_ranks(who)}: {line}" for line, who in ranks.items())
     return (
         f"Ranks have built different models. The first difference in {subject}:{first}\n"
         "All ranks must build the same modules, with the same parameters in the same order, and shard them by the same "

@@ -23,6 +23,7 @@ from concurrent.futures import TimeoutError as FutureTimeout  # not the built-in
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from math import inf
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ from composable_fsdp._consistency.rank_report import (
     WarningTimes,
     diagnose,
     error_summary,
-    ranks_text,
+    format_ranks,
     reports_with_places,
     wait_text,
 )
@@ -270,22 +271,13 @@ class Watchdog:
         """
         name = f"meeting/{crc32(repr(tuple(ranks)).encode()):08x}"
         rendezvous = self._rendezvous.setdefault(name, StoreRendezvous(name, self.rank, ranks))
-        begin, warnings = time.monotonic(), WarningTimes()
-
-        def warn(find_missing: Callable[[], list[int]]) -> str:
-            waited = time.monotonic() - begin
-            missing = find_missing() if warnings.is_due(name, waited) else []
-            if missing and self.rank == min(set(ranks) - set(missing)):
-                lines = printable(reports_with_places(self.collect_reports(missing), missing))
-                logger.warning("%s: waiting for %s, for %.1f s.%s", occasion, ranks_text(missing), waited, lines)
-            return ""
-
+        missing = MissingRanks(self, occasion, seconds, ranks, ends=False)
         try:
-            verdict = rendezvous.meet(self.store_on_thread(seconds), own, seconds, warn)
+            verdict = rendezvous.meet(self.store_on_thread(seconds), own, seconds, missing.explain)
         except RuntimeError as error:
             raise PeerError(f"{occasion}, but they cannot meet: {error}") from error
         if verdict.missing:
-            text = f"{occasion}, and in {seconds:g} s {ranks_text(verdict.missing)} did not."
+            text = f"{occasion}, and in {seconds:g} s {format_ranks(verdict.missing)} did not."
             raise PeerError(text, verdict.missing)
         return verdict.notes
 
@@ -533,6 +525,88 @@ def _leave_all() -> None:
         watchdog.stop()
     for watchdog in watchdogs:
         watchdog.join(end - time.monotonic())
+
+
+# -- Search for the ranks that have not come to a rendezvous, while others wait there
+
+_ASK_AFTER = 5.0
+"""Seconds of waiting before rank reports are collected. Each further interval is twice as long."""
+_ASK_AGAIN = 2.0
+"""Seconds until reports are collected again if a missing rank seems to wait for a rank that is present."""
+
+
+class MissingRanks:
+    """Finds out where the ranks are that have not come to a rendezvous.
+
+    Args:
+        watchdog: the watchdog of the job; without one, nothing is found out.
+        call: the call that all ranks must make, for warnings.
+        timeout: the seconds after which the rendezvous ends, for warnings.
+        ranks: the ranks that must come.
+        ends: whether to end a rendezvous to which ranks cannot come. Otherwise only warn of it.
+    """
+
+    def __init__(
+        self, watchdog: Watchdog | None, call: str, timeout: float, ranks: Sequence[int], *, ends: bool = True
+    ) -> None:
+        self._watchdog, self._call, self._timeout, self._ranks = watchdog, call, timeout, ranks
+        self._begin = time.monotonic()
+        self._due = _ASK_AFTER if ends else inf
+        self._warnings = WarningTimes()
+        self._suspects: dict[int, OperationId] = {}
+        """Missing ranks that waited for a rank that is present, with the operation they waited in."""
+
+    def explain(self, find_missing: Callable[[], list[int]]) -> str:
+        """Return why ranks cannot come any more, else empty. The first rank that is present asks, now and then.
+
+        Warns about late ranks, as :func:`set_wait_warning` says.
+        """
+        waited = time.monotonic() - self._begin
+        asks, warns = waited >= self._due, self._warnings.is_due(self, waited)
+        missing = find_missing() if asks or warns else []
+        if asks:
+            self._due += max(waited, _ASK_AFTER)
+        present = [rank for rank in self._ranks if rank not in missing]
+        if not missing or self._watchdog is None or self._watchdog.rank != present[0]:
+            return ""
+        reports = self._watchdog.collect_reports(self._ranks)
+        if asks and (reason := self._cannot_come(missing, present, reports)):
+            return reason
+        if warns:
+            lines = printable(reports_with_places(reports, missing))
+            text = "%s: waiting for %s, for %.1f s so far and up to %g s.%s"
+            logger.warning(text, self._call, format_ranks(missing), waited, self._timeout, lines)
+        return ""
+
+    def _cannot_come(self, missing: Sequence[int], present: Sequence[int], reports: Mapping[int, RankReport]) -> str:
+        """Return which ranks of ``missing`` have left, or wait for a rank that is present since the last call."""
+        found = {other: reports[other] for other in missing if other in reports}
+        stuck = {rank: each.waiting for rank, each in found.items() if each.waiting and _waits(each, present, reports)}
+        gone = [other for other, each in found.items() if each.left]
+        gone += [other for other, operation in stuck.items() if self._suspects.get(other) == operation]
+        if gone:
+            lines = "".join(f"\n  {_report_text(found[other], present)}" for other in sorted(gone))
+            return f"{format_ranks(sorted(gone))} did not make this call, and cannot any more.{lines}\n"
+        self._suspects = stuck
+        if stuck:
+            self._due = time.monotonic() - self._begin + _ASK_AGAIN
+        return ""
+
+
+def _waits(report: RankReport, present: Sequence[int], reports: Mapping[int, RankReport]) -> bool:
+    """Return True if a rank waits in an operation that a rank of ``present``, which waits here, has not done."""
+    operation = report.waiting
+    if operation is None:
+        return False
+    here = [reports[rank].last for rank in operation.ranks if rank in present and rank in reports]
+    return any(last is None or last.line != operation.line or last.number < operation.number for last in here)
+
+
+def _report_text(report: RankReport, present: Sequence[int]) -> str:
+    if report.left or report.waiting is None:
+        return str(report)
+    here = [rank for rank in report.waiting.ranks if rank in present]
+    return f"{report}, which needs {format_ranks(here)}"
 
 
 # -- Ctrl-C while the main thread waits in C++, where Python cannot run its signal handler

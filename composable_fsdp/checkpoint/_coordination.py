@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp._consistency.rank_report import ranks_text
+from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._consistency.rendezvous import StoreRendezvous, world_store
-from composable_fsdp._consistency.shutdown import MissingRanks
 from composable_fsdp._consistency.verify_ranks import check_versions, versions
+from composable_fsdp._consistency.watchdog import MissingRanks, job_watchdog
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, FSDPError, printable
 
 logger = logging.getLogger(__name__)
@@ -289,12 +289,13 @@ def _join(call: str, timeout: float) -> RankGroup:
     if job is None or job.store is not store:
         job = _job_ranks[world] = _JobRanks(store, StoreRendezvous("checkpoint", rank, range(size)))
     note = f"{job.group is not None:d} {versions()}\n{call}"
+    missing = MissingRanks(job_watchdog(), call, timeout, range(size))
     try:
-        verdict = job.rendezvous.meet(store, note, timeout, MissingRanks(call, timeout, rank, size).explain)
+        verdict = job.rendezvous.meet(store, note, timeout, missing.explain)
     except dist.DistError as error:
         raise CheckpointError(f"{call}: the store of rank 0 cannot be reached any more ({error}).") from error
     if verdict.missing:
-        reason = verdict.reason or f"{ranks_text(verdict.missing)} did not make this call within {timeout:g} s. "
+        reason = verdict.reason or f"{format_ranks(verdict.missing)} did not make this call within {timeout:g} s. "
         raise CheckpointError(f"{call}: {reason}All {size} ranks of the default process group must make it.")
     found: dict[int, str] = {}
     calls: dict[str, list[int]] = {}
@@ -304,7 +305,7 @@ def _join(call: str, timeout: float) -> RankGroup:
         calls.setdefault(each, []).extend(ranks)
     check_versions(found, CheckpointError)
     if len(calls) > 1:
-        about = ", ".join(f"{ranks_text(sorted(ranks))} {each}" for each, ranks in calls.items())
+        about = ", ".join(f"{format_ranks(sorted(ranks))} {each}" for each, ranks in calls.items())
         raise CheckpointError(f"the ranks did not make the same call: {about}. All must make it, with equal arguments.")
     if not all(note.startswith("1") for note in verdict.notes):
         job.group = dist.new_group(backend="gloo", group_desc="composable_fsdp checkpoints")
@@ -336,7 +337,7 @@ def join_rank_texts(texts: Mapping[int, str], size: int) -> str:
     found = _grouped({rank: [text] for rank, text in texts.items()})
     if len(texts) == size and len(found) == 1:
         return next(iter(found))
-    return "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in found.items())
+    return "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in found.items())
 
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -430,4 +431,4 @@ def _grouped(texts: Mapping[int, Iterable[str]]) -> dict[str, list[int]]:
 
 def _marked(texts: Mapping[int, Iterable[str]]) -> list[str]:
     found = _grouped(texts).items()
-    return [text if len(ranks) == len(texts) else f"{text} (on {ranks_text(ranks)})" for text, ranks in found]
+    return [text if len(ranks) == len(texts) else f"{text} (on {format_ranks(ranks)})" for text, ranks in found]

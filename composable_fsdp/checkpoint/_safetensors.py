@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.nn.modules.module import _IncompatibleKeys
 
-from composable_fsdp._consistency.rank_report import ranks_text
+from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._extents import DTYPES, Box, plain_name
 from composable_fsdp._files import MOST_TEXT_BYTES, Directory, delete, read_text, regular_file
 from composable_fsdp.checkpoint._coordination import (
@@ -135,7 +135,7 @@ def load_safetensors(
         others = [rank for rank, (_, seen) in enumerate(fits) if seen != fits[0][1]]
         if others:  # a path may be another directory on another host
             raise CheckpointError(
-                f"{path} is not the same checkpoint on all ranks: {ranks_text(others)} found other tensors than "
+                f"{path} is not the same checkpoint on all ranks: {format_ranks(others)} found other tensors than "
                 "rank 0. Put it on storage that all ranks share, or the same copy on every host."
             )
         return list(mismatches[0].unexpected)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from composable_fsdp._consistency.main_thread import has_ended
 from composable_fsdp._consistency.process_groups import timeout_of
-from composable_fsdp._consistency.rank_report import ABANDONED, RESET, ranks_text
+from composable_fsdp._consistency.rank_report import ABANDONED, RESET, format_ranks
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._core.comm import communicators, reopen
 from composable_fsdp._core.hooks import roots_stepped_by, sharded_parameters
@@ -117,11 +117,10 @@ class Recovery(Observer):
             ahead = [rank for rank, steps in taken.items() if steps == most]
             numbers = ", ".join(f"rank {rank}: {steps}" for rank, steps in taken.items())
             raise DivergenceError(
-                f"{ranks_text(ahead)} took an optimizer step after a backward, or in a step, that failed on "
-                f"{ranks_text(behind)}, so that shards are of different steps (since the last reset, {numbers}). Load "
-                "a checkpoint on all ranks. To let all ranks take a step or none, synchronize them between backward "
-                "and the optimizer's step, for example with composable_fsdp.find_nonfinite(model), which raises if "
-                "another rank failed."
+                f"{format_ranks(ahead)} took an optimizer step after a backward, or in a step, that failed on "
+                f"{format_ranks(behind)}, so that shards are of different steps (since the last reset, {numbers}). "
+                "Load a checkpoint on all ranks. composable_fsdp.find_nonfinite(model), called between backward and "
+                "step, raises if another rank failed."
             )
 
 

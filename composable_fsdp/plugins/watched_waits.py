@@ -274,18 +274,14 @@ class OrderCheckLevel(Observer):
 class ReportedPasses(Observer):
     """Tells the watchdog of the job which passes of a root run, and how they end. Those that succeed are traced."""
 
-    def for_root(self, root: ObservedRoot) -> Observer:
-        return _RootReports(job_watchdog())
-
-
-class _RootReports(Observer):
-    """Tells ``watchdog``, if there is one, of the passes of one root."""
-
-    def __init__(self, watchdog: Watchdog | None) -> None:
+    def __init__(self, watchdog: Watchdog | None = None) -> None:
         self._watchdog = watchdog
         self._running: dict[Pass, RunningPass] = {}
         self._completed = 0
         """The number of completed backwards."""
+
+    def for_root(self, root: ObservedRoot) -> Observer:
+        return ReportedPasses(job_watchdog())
 
     def begin_pass(self, root: ObservedRoot, which: Pass) -> None:
         state = root.root_state if root.outermost is None else root.outermost

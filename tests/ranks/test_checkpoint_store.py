@@ -19,7 +19,7 @@ from torch import nn
 from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import latest, load, load_safetensors, save, save_safetensors
 from composable_fsdp.errors import CheckpointError
-from tests._internals import missing_ranks
+from tests._internals import watchdog
 from tests.helpers.checkpoint_worlds import (
     WORLDS,
     Gate,
@@ -207,7 +207,7 @@ def only_some(folder: Path) -> None:
     )
     with pytest.MonkeyPatch.context() as monkeypatch, warned(0.5) as records:
         for seconds in ("_ASK_AFTER", "_ASK_AGAIN"):
-            monkeypatch.setattr(missing_ranks, seconds, 0.5)
+            monkeypatch.setattr(watchdog, seconds, 0.5)
         if rank == 1:
             wait_for_release()
         else:
@@ -230,8 +230,8 @@ def only_some(folder: Path) -> None:
         train(model, optimizer, task, range(1, 2), 2)
         assert save(folder, model, step=3).path == latest(folder)
         if rank == 1:
-            watchdog: Any = known_watchdog()
-            watchdog.leave()  # as at the end of its program
+            own: Any = known_watchdog()
+            own.leave()  # as at the end of its program
             return
         with pytest.raises(CheckpointError, match=r"more\.\n  rank 1 has come to the end of its program \(2 steps d"):
             save(folder, model, step=4)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import PeerError, shutdown
-from tests._internals import Collective, OrderCheck, Transfer, communicator_over, compare, missing_ranks
+from tests._internals import Collective, OrderCheck, Transfer, communicator_over, compare, watchdog
 from tests.helpers.faults import build, is_last, step
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
@@ -61,7 +61,7 @@ def train_and_shut_down(batches: int) -> None:
 def run_a_batch_more() -> str:
     with pytest.MonkeyPatch.context() as monkeypatch:
         for seconds in ("_ASK_AFTER", "_ASK_AGAIN"):
-            monkeypatch.setattr(missing_ranks, seconds, 0.5)
+            monkeypatch.setattr(watchdog, seconds, 0.5)
         with pytest.raises(PeerError) as caught:
             train_and_shut_down(2 if is_last() else 3)
         return str(caught.value)

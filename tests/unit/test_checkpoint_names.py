@@ -105,7 +105,7 @@ def test_two_parameters_of_one_name_are_refused() -> None:
 
 def test_equal_errors_are_shown_once_and_others_name_their_ranks() -> None:
     assert join_rank_texts({0: "bad", 1: "bad"}, 2) == "bad"
-    assert join_rank_texts({0: "bad", 1: "bad"}, 3) == "ranks 0, 1: bad"
+    assert join_rank_texts({0: "bad", 1: "bad"}, 3) == "ranks 0-1: bad"
     assert join_rank_texts({1: "worse", 2: "bad", 3: "worse"}, 4) == "ranks 1, 3: worse; rank 2: bad"
 
 

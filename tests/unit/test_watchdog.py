@@ -279,7 +279,10 @@ def test_a_rank_that_meets_others_warns_of_those_that_are_late(first_warning, ca
         late.start()
         pair[0].meet([0, 1], "here", 30.0, "all must come")
         late.join()
-    assert re.match(r"all must come: waiting for rank 1, for \d+\.\d s\.\n  rank 1 is at work \(", caplog.messages[0])
+    assert re.match(
+        r"all must come: waiting for rank 1, for \d+\.\d s so far and up to 30 s\.\n  rank 1 is at work \(",
+        caplog.messages[0],
+    )
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan"), "30"])
