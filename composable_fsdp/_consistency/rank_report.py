@@ -42,7 +42,7 @@ class OperationId:
         return f"{self.label} (operation {self.number} of ranks {list(self.ranks)})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankReport:
     """The state of one rank.
 

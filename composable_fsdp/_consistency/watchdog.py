@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # not the built-in before Python 3.11
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from queue import Empty, SimpleQueue
@@ -121,35 +121,6 @@ class EndOfRun:
         self._running.run_has_ended = True
 
 
-@dataclass(slots=True)
-class _LocalStatus:
-    """This rank's state, written by the training thread and read by the watchdog thread."""
-
-    waiting: OperationId | None = None
-    since: float = 0.0
-    last: OperationId | None = None
-    done: list[OperationId] = field(default_factory=list)
-    """The last completed operation over each connection."""
-    steps: int = 0
-    failure: str = ""
-    meeting: tuple[int, ...] = ()
-    """The ranks that it waits for after ``failure``, to begin the step again."""
-    has_left: bool = False
-    """True if the program has ended."""
-    verdict: FSDPError | None = None
-    passes: dict[RunningPass, None] = field(default_factory=dict)
-    """The running passes, in order."""
-    interrupt: GiveUp | None = None
-
-    @property
-    def left(self) -> str:
-        """The text that reports a pass that ended unexpectedly, or an empty one."""
-        for each in list(self.passes):
-            if (left := each.left) and each in self.passes:  # it has not ended normally meanwhile
-                return left
-        return ""
-
-
 class Watchdog:
     """Records the state of this rank, reports it to other ranks, and collects their reports.
 
@@ -164,13 +135,21 @@ class Watchdog:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank = rank
         self._size = size
-        self.here = _LocalStatus()
+        self.here = RankReport(rank, process=process_identity())
+        """This rank's state, written by the training thread and read by the watchdog thread."""
+        self.passes: dict[RunningPass, None] = {}
+        """The running passes, in order."""
+        self._since = 0.0
+        self._interrupt: GiveUp | None = None
+        """When the wait began, and what ends it."""
+        self._done: list[OperationId] = []
+        """The last completed operation over each connection."""
+        self._verdict: FSDPError | None = None
         self._store = store
         self._period = max(_PERIOD, size / _RANKS_PER_PERIOD)
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         """Calls for the watchdog thread; ``None`` stops it."""
         self._answered = -1  # the first answer tells of the process
-        self._process = process_identity()
         self._rendezvous: dict[str, StoreRendezvous] = {}
         self._due = 0.0
         self._processes: dict[int, str] = {}
@@ -194,37 +173,34 @@ class Watchdog:
 
     def begin_wait(self, operation: OperationId, end: GiveUp | None = None, seconds: float = 0.0) -> None:
         """Record a wait for ``operation``, ``seconds`` so far. The watchdog thread may abort it by ``end(reason)``."""
-        here = self.here
-        here.since, here.interrupt, here.waiting = time.monotonic() - seconds, end, operation
+        self._since, self._interrupt, self.here.waiting = time.monotonic() - seconds, end, operation
         if end is not None:
             listen()
 
     def end_wait(self, *, done: bool) -> None:
-        here = self.here
-        if here.interrupt is not None:
+        if self._interrupt is not None:
             stop_listening()
-        operation = here.waiting
+        operation = self.here.waiting
         if done and operation is not None:
-            here.last = operation
-            for index, other in enumerate(here.done):
+            self.here.last = operation
+            for index, other in enumerate(self._done):
                 # Mostly the same object: to compare or hash thousands of ranks would take microseconds in each wait.
                 if other.line == operation.line and (other.ranks is operation.ranks or other.ranks == operation.ranks):
-                    here.done[index] = operation
+                    self._done[index] = operation
                     break
             else:
-                here.done.append(operation)
-        here.waiting = here.interrupt = None
+                self._done.append(operation)
+        self.here.waiting = self._interrupt = None
 
     def begin_pass(self, begun: RunningPass) -> None:
         """Record that a pass begins. A forward clears earlier failures."""
-        here = self.here
-        if begun.kind == "forward" and (here.failure or here.verdict or here.passes):
+        if begun.kind == "forward" and (self.here.failure or self._verdict or self.passes):
             self.go_on()
-        here.passes[begun] = None
+        self.passes[begun] = None
 
     def end_pass(self, ended: RunningPass, steps: int = 0) -> None:
         """Record that a pass has ended, or failed after :meth:`fail`. ``steps`` counts backward passes of its root."""
-        self.here.passes.pop(ended, None)
+        self.passes.pop(ended, None)
         self.here.steps = steps or self.here.steps
 
     def fail(self, failure: str, meeting: tuple[int, ...] = ()) -> None:
@@ -235,32 +211,41 @@ class Watchdog:
 
     def go_on(self) -> None:
         """Clear earlier failures."""
-        here = self.here
-        left = [each for each in list(here.passes) if each.left]
-        if here.failure or here.verdict or left:
-            here.failure, here.meeting, here.verdict = "", (), None
-            here.done = []
+        left = [each for each in list(self.passes) if each.left]
+        if self.here.failure or self._verdict or left:
+            here, self._verdict, self._done = self.here, None, []
+            # The watchdog thread may be about to report it: no field is cleared of a report that it has copied.
+            self.here = RankReport(self.rank, here.steps, here.waiting, last=here.last, process=here.process)
             for each in left:
-                here.passes.pop(each, None)
+                self.passes.pop(each, None)
             self._publish()
+
+    @property
+    def _left(self) -> str:
+        """The text that reports a pass that ended unexpectedly, or an empty one."""
+        for each in list(self.passes):
+            if (left := each.left) and each in self.passes:  # it has not ended normally meanwhile
+                return left
+        return ""
 
     @property
     def has_failed(self) -> bool:
         """True if this rank's last pass failed, here or because of another rank."""
-        return bool(self.here.failure or self.here.verdict or self.here.left)
+        return bool(self.here.failure or self._verdict or self._left)
 
     def diagnose_failure(self, operation: OperationId, lost: str, *, timed_out: bool) -> FSDPError | None:
         """Return and publish why the wait for ``operation`` failed with the transport's error ``lost``."""
-        if self.here.verdict is None:
-            reports = self.collect_reports(operation.ranks)
-            gone = self._gone(operation, reports)
-            self.give_up(diagnose(operation, reports, lost=lost, timed_out=timed_out, gone=gone))
-        return self.here.verdict
+        if self._verdict is None:
+            self.give_up(self.diagnose_wait(operation, lost, timed_out=timed_out))
+        return self._verdict
 
     def give_up(self, verdict: FSDPError | None) -> None:
         """Record and publish why this rank gave up a wait, so that other ranks do not continue either."""
-        if verdict is not None and self.here.verdict is None:
-            self.here.verdict = verdict
+        if verdict is not None and self._verdict is None:
+            self._verdict = verdict
+            self.here.diverged = isinstance(verdict, DivergenceError)
+            self.here.at_fault = verdict.ranks if isinstance(verdict, PeerError) else ()
+            self.here.verdict = str(verdict)  # after these, which go with it
             self._publish()
 
     def meet(self, ranks: Sequence[int], own: str, seconds: float, occasion: str) -> Mapping[str, list[int]]:
@@ -284,23 +269,12 @@ class Watchdog:
     # -- reports
 
     def report(self) -> RankReport:
-        here, waiting, last = self.here, self.here.waiting, self.here.last
-        failure = here.failure or here.left
-        seconds = time.monotonic() - here.since if waiting is not None else 0.0
-        verdict, diverged = str(here.verdict or ""), isinstance(here.verdict, DivergenceError)
-        at_fault = here.verdict.ranks if isinstance(here.verdict, PeerError) else ()
-        place = main_thread_line() if threading.current_thread() is self._thread else ""
-        return RankReport(
-            *(self.rank, here.steps, waiting, seconds, last, failure),
-            left=here.has_left,
-            verdict=verdict,
-            diverged=diverged,
-            at_fault=at_fault,
-            place=place,
-            process=self._process,
-            meeting=here.meeting,
-            done=tuple(here.done) if here.meeting else (),
-        )
+        here, on_thread = replace(self.here), threading.current_thread() is self._thread
+        here.seconds = time.monotonic() - self._since if here.waiting is not None else 0.0
+        here.failure = here.failure or self._left
+        here.place = main_thread_line() if on_thread else ""
+        here.done = tuple(self._done) if here.meeting else ()
+        return here
 
     def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, RankReport]:
         """Return fresh or final reports of ``ranks``.
@@ -327,24 +301,20 @@ class Watchdog:
             if has_verdict or gone.union(found).issuperset(wanted) or not self._serve(0.02):
                 return
 
-    def diagnose_wait(self, operation: OperationId) -> FSDPError | None:
+    def diagnose_wait(self, operation: OperationId, lost: str = "", *, timed_out: bool = False) -> FSDPError | None:
         """Collect reports and diagnose why ``operation``, for which this rank waits, does not complete.
 
-        Warns of a long wait without an error.
+        Warns of a long wait without an error. ``lost`` is the transport's error, if it has one.
         """
         reports = self.collect_reports(operation.ranks)
-        error = diagnose(operation, reports, gone=self._gone(operation, reports))
+        missing = [rank for rank in operation.ranks if rank not in reports]
+        gone = [rank for rank in missing if has_died(self._processes.get(rank, ""))]
+        error = diagnose(operation, reports, lost=lost, timed_out=timed_out, gone=gone)
         seconds = reports[self.rank].seconds
         is_due = error is None and self._warnings.is_due(operation, seconds)
         if is_due and (text := wait_text(self.rank, operation, seconds, reports)):
             logger.warning("%s", printable(text))
         return error
-
-    def _gone(self, operation: OperationId, reports: Mapping[int, RankReport]) -> list[int]:
-        """Return the ranks of ``operation`` without a report whose processes have ended on this host."""
-        missing = [rank for rank in operation.ranks if rank not in reports]
-        return [rank for rank in missing if has_died(self._processes.get(rank, ""))]
-
 
     def _fresh_report(self, rank: int, number: int) -> RankReport | None:
         key = f"report/{rank}"
@@ -430,22 +400,21 @@ class Watchdog:
 
     def _check_own_wait(self) -> None:
         """Abort a wait that was interrupted or cannot complete."""
-        here = self.here
-        operation, end = here.waiting, here.interrupt
+        operation, end = self.here.waiting, self._interrupt
         if operation is None or end is None:
             return
         if arrived():
             end(f"rank {self.rank} was interrupted")
-        elif time.monotonic() - here.since >= PATIENCE:
+        elif time.monotonic() - self._since >= PATIENCE:
             error = self.diagnose_wait(operation)
-            if error is not None and here.waiting is operation:
+            if error is not None and self.here.waiting is operation:
                 self.give_up(error)
                 end(str(error).split("\n", 1)[0])
 
     def leave(self) -> None:
         """Report that the program has ended, and stop."""
         if not self.here.failure:
-            self.here.failure, self.here.has_left = _exit_text(list(self.here.passes)), True
+            self.here.failure, self.here.left = _exit_text(list(self.passes)), True
         published = self._publish()
         with suppress(RuntimeError, FutureTimeout):
             published.result(_STORE_SECONDS if self._thread.is_alive() else 0.0)

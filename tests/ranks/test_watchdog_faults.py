@@ -153,4 +153,4 @@ def test_roots_that_share_a_backward_count_it_once() -> None:
         roots[1](roots[0](torch.ones(1, 4))).sum().backward()
     watchdog: Any = known_watchdog()
     assert watchdog.here.steps == 3
-    assert not watchdog.here.passes
+    assert not watchdog.passes
