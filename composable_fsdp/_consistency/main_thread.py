@@ -37,16 +37,14 @@ def main_thread_line() -> str:
     gc.disable()
     try:
         top = sys._current_frames().get(threading.main_thread().ident or 0)
-        walked = islice(walk_stack(top), _MOST_FRAMES) if top is not None else ()
-        frames = [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
+        for frame, line in islice(walk_stack(top), _MOST_FRAMES) if top is not None else ():
+            path = frame.f_code.co_filename
+            if not path.startswith(_LIBRARIES):
+                return f"{path}:{line} in {frame.f_code.co_name}: {linecache.getline(path, line or 0).strip()}"
+        return ""
     finally:
         if collects:
             gc.enable()
-    found = next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), None)
-    if found is None:
-        return ""
-    path, line, name = found
-    return f"{path}:{line} in {name}: {linecache.getline(path, line).strip()}"
 
 
 def has_ended(frame: FrameType) -> bool:
