@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from composable_fsdp import fully_shard
 from composable_fsdp.trace import Recorder
+from tests.helpers.assert_trace import ledger
 from tests.helpers.models import seeded, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import assert_equal_runs, check_parity, play_task, train
@@ -153,7 +154,7 @@ def train_compiled(steps: int) -> None:
             ours.parameters = {plain(name): value for name, value in ours.parameters.items()}
             ours.gradients = {plain(name): value for name, value in ours.gradients.items()}
             assert_equal_runs(ours, expected, what=way.__name__)
-            assert recorder.allocated == {}
+            assert ledger(recorder) == {}
             check_graphs(way.__name__)
             assert bool(torch._dynamo.utils.counters["graph_break"]) is (way not in IN_FULL), way.__name__
 

@@ -21,6 +21,7 @@ from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.policies import ReshardKind
 from composable_fsdp.trace import Recorder
 from tests._internals import state_of, unchecked
+from tests.helpers.assert_trace import ledger
 from tests.helpers.models import TASKS, Chain, seeded, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
@@ -77,7 +78,7 @@ def test_a_copy_trains_independently(reshard: bool | int | None) -> None:
         before = {name: p.to_local().clone() for name, p in model.state_dict().items()}
         with Recorder() as recorder:
             second = trained(clone, task)
-        assert recorder.allocated == {}
+        assert ledger(recorder) == {}
         for name, p in model.state_dict().items():
             torch.testing.assert_close(p.to_local(), before[name], rtol=0, atol=0)
         assert_equal_runs(second, trained(model, task), what=task, exact=dist.get_world_size() == 2)

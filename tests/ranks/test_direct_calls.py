@@ -8,7 +8,7 @@ from torch import nn
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.trace import Recorder
-from tests.helpers.assert_trace import assert_trace
+from tests.helpers.assert_trace import assert_trace, ledger
 from tests.helpers.models import TASKS, Chain, seeded, shard_layers
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.training import check_parity
@@ -36,7 +36,7 @@ def test_forward_may_be_called_directly(reshard: bool | int | None) -> None:
     for build in (seeded(Direct), TASKS["chain"].build):
         with Recorder() as recorder:
             check_parity(build, play_directly, reshard_after_forward=reshard)
-        assert recorder.allocated == {}
+        assert ledger(recorder) == {}
     model = shard_layers(seeded(Direct, depth=1)(), fully_shard)
     x = torch.ones(1, 8)
     with Recorder() as recorder:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, checkpoint, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
+from tests.helpers.assert_trace import ledger
 from tests.helpers.models import TASKS, Transformer, seeded, shard_layers
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.training import check_parity, play_task
@@ -46,7 +47,7 @@ def test_frozen_parameters_stay_as_they_are_and_the_others_train(reshard: bool |
         with Recorder() as recorder:
             build = partial(frozen_transformer, *prefixes)
             model = check_parity(build, play_task("transformer"), what=what, reshard_after_forward=reshard)
-        assert recorder.allocated == {}, what
+        assert ledger(recorder) == {}, what
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         assert frozen == [name for name, _ in model.named_parameters() if name.startswith(prefixes)]
         reduced = {e.group for e in recorder if e.operation is Operation.REDUCE}

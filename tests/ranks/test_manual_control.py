@@ -16,7 +16,7 @@ import composable_fsdp
 from composable_fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, unsharded_params
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Recorder
-from tests.helpers.assert_trace import assert_trace
+from tests.helpers.assert_trace import assert_trace, ledger
 from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import full_value, sharded
@@ -139,7 +139,7 @@ def test_reshard_after_forward_can_be_changed_between_iterations() -> None:
         with Recorder() as backward:
             loss.backward()
         if isinstance(model, FSDPModule):
-            kept = set(forward.allocated)
+            kept = set(ledger(forward))
             gathered = {e.group for e in backward if e.operation is Operation.UNSHARD and e.bytes}
             assert (kept, gathered) == (expected, {f"layers.{i}" for i in range(4)} - expected), step
         return loss.detach()

@@ -15,7 +15,7 @@ from torch import nn
 from composable_fsdp import FSDPModule, PeerError, fully_shard
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ForwardRecord, Planner, group_plan, state_of
-from tests.helpers.assert_trace import assert_trace, peak_groups
+from tests.helpers.assert_trace import assert_trace, ledger, peak_groups
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.transports import SOCKETS, TRANSPORTS
@@ -99,7 +99,7 @@ def test_a_prefetched_group_that_did_not_run_is_resharded_at_the_end_of_forward(
     events = [str(event) for event in forward if event.operation in PARAMETERS]
     assert [event for event in events if event.endswith("layers.3")] == ["unshard layers.3", "reshard layers.3"]
     assert events[-1] == "reshard layers.3"
-    assert forward.allocated == {}
+    assert ledger(forward) == {}
     task.loss(model, task.batch_of(2, rank)).backward()
     assert all(p.grad is None for p in model.layers[3].parameters())
     assert all(p.grad is not None for p in model.layers[2].parameters())

@@ -16,7 +16,7 @@ from composable_fsdp import fully_shard
 from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
-from tests.helpers.assert_trace import assert_trace
+from tests.helpers.assert_trace import assert_trace, ledger
 from tests.helpers.models import TASKS, Transformer, seeded
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
@@ -84,7 +84,7 @@ def test_a_parameter_used_by_other_groups_trains_like_a_tied_one(reshard: bool |
                     shard=partial(shard, reshard_after_forward=reshard),
                     what=f"{what}, {optimizer}",
                 )
-            assert recorder.allocated == {}, what
+            assert ledger(recorder) == {}, what
             assert len(list(model.parameters())) == len(list(build().parameters())), "shared parameters stay shared"
 
 
@@ -210,7 +210,7 @@ def test_shared_parameters_can_be_frozen_and_their_user_can_run_alone() -> None:
 
     with Recorder() as recorder:
         check_parity(seeded(SharedTwice), play, shard=shard_owner_and_user, steps=6)
-    assert recorder.allocated == {}
+    assert ledger(recorder) == {}
 
 
 @pytest.mark.behaviour("A-10")
@@ -224,4 +224,4 @@ def test_a_user_trains_parameters_of_an_owner_that_has_not_run() -> None:
 
     with Recorder() as recorder:
         check_parity(seeded(SharedTwice), play, shard=shard_owner_and_user, steps=4)
-    assert recorder.allocated == {}
+    assert ledger(recorder) == {}

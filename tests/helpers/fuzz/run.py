@@ -512,7 +512,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def check_memory(recorder: Recorder) -> None:
-    assert ledger(recorder.events) == {}, f"unsharded memory remains: {ledger(recorder.events)}"
+    assert ledger(recorder) == {}, f"unsharded memory remains: {ledger(recorder)}"
 
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
