@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 
 import torch
 
-from composable_fsdp._consistency.rank_report import OperationId, error_summary, order_text, ranks_text
+from composable_fsdp._consistency.rank_report import OperationId, error_summary, format_ranks, order_text
 from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 from composable_fsdp.plugins.shared_memory.collective import Barrier, Operation
@@ -278,7 +278,7 @@ class ShmEngine:
         """
         current = self._current
         assert current is not None, "only a wait fails"
-        lost, found = f"{ranks_text(missing)} last took part in {self._last_completed}, {how}.", None
+        lost, found = f"{format_ranks(missing)} last took part in {self._last_completed}, {how}.", None
         if self._watchdog is not None:
             self._watchdog.begin_wait(current, seconds=seconds)
             found = self._watchdog.diagnose_failure(current, lost, timed_out=seconds > 0)
