@@ -22,7 +22,7 @@ from trainers import Step, Task
 
 from composable_fsdp import fully_shard
 from composable_fsdp._consistency.order_check import OrderCheck
-from composable_fsdp.plugins.watched_waits import compared
+from tests.helpers.counted_collectives import compared
 
 LEVELS = [level.value for level in OrderCheck]
 WARM_UP = 3

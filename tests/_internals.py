@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.skipped_modules import UnusedGroups, newly_reached
     from composable_fsdp.plugins.smaller_mesh import plan_slices, smaller_shard_axis
     from composable_fsdp.plugins.torch_views import ClientState
-    from composable_fsdp.plugins.watched_waits import Watched, _WatchedWork, compare, compared, level_through_store
+    from composable_fsdp.plugins.watched_waits import Watched, _WatchedWork, compare
     from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather
     from composable_fsdp.plugins.weight_stream.changed_params import _Bucket as ChangedBucket
     from composable_fsdp.wrap._plan import Scope, plan_groups

@@ -55,9 +55,8 @@ def order_check_from(value: str | None = None) -> OrderCheck:
     try:
         return OrderCheck(found)
     except ValueError:
-        levels = ", ".join(repr(level.value) for level in OrderCheck)
         what = "the order check" if value is not None else f"the environment variable {LEVEL_VARIABLE}"
-        raise ConfigurationError(f"{what} is one of {levels}, not {found!r}.") from None
+        raise ConfigurationError(f"{what} is one of 'off', 'first', 'always', not {found!r}.") from None
 
 
 class OrderChecker:

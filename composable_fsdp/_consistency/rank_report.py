@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from types import MappingProxyType
 from typing import Any
 
 from composable_fsdp.errors import ConfigurationError, DivergenceError, FSDPError, PeerError
@@ -23,7 +22,7 @@ RESET = "called reset_iter_state()"
 ABANDONED = f"{RESET} between a forward and its backward"
 
 LOOK = (
-    "Look for the first error in {} output. Without one, look in dmesg: if memory runs out, the kernel ends processes "
+    "Look for the first error in its output. Without one, look in dmesg: if memory runs out, the kernel ends processes "
     "by signal 9."
 )
 _SHOWN_RANGES = 8
@@ -141,23 +140,25 @@ def diagnose(
     timed_out = timed_out and not gone
     failed = [report for report in reports.values() if report.failure and not _still_comes(report, own)]
     failed.sort(key=lambda report: (report.left, report.rank not in own.ranks))
+    lines = {rank: str(report) for rank, report in reports.items()}
     if failed and not (failed[0].left and lost and missing):
-        others = {rank: report for rank, report in reports.items() if report is not failed[0]}
-        return PeerError(f"{own} cannot be done: {failed[0]}.{reports_text(others)}", [failed[0].rank])
-    for report in reports.values():
-        other = report.waiting
-        same = other is not None and replace(other, label=own.label) == own
-        if other is not None and same and other.label != own.label:
-            labels = {rank: r.waiting.label for rank, r in reports.items() if r.waiting and rank in own.ranks}
-            return DivergenceError(order_text(labels))
+        del lines[failed[0].rank]
+        return PeerError(f"{own} cannot be done: {failed[0]}.{_text(lines)}", [failed[0].rank])
+    waiting = {rank: report.waiting for rank, report in reports.items() if report.waiting and rank in own.ranks}
+    if any(each.label != own.label and replace(each, label=own.label) == own for each in waiting.values()):
+        return DivergenceError(order_text({rank: each.label for rank, each in waiting.items()}))
     if not lost:
         return None
     late = [rank for rank in own.ranks if rank in reports and reports[rank].waiting != own]
     if timed_out and not missing and not late:  # all have arrived by now: name the last one
         late = [min(own.ranks, key=lambda rank: reports[rank].seconds)]
-    known = {rank: str(operation) for rank in missing if (operation := _last_known(rank, own, reports)) is not None}
+    for rank in missing:  # name the last operation that any rank completed with it, over this connection if possible
+        shared = [each.last for each in reports.values() if each.last is not None and rank in each.last.ranks]
+        if shared:
+            last = max(shared, key=lambda operation: (operation.line == own.line, operation.number))
+            lines[rank] = f"rank {rank} last took part in {last}"
     absence = _absence(missing, late, timed_out=timed_out)
-    return PeerError(f"{own} cannot be done: {absence}{reports_text(reports, known)}\n  {lost}", missing or late)
+    return PeerError(f"{own} cannot be done: {absence}{_text(lines)}\n  {lost}", missing or late)
 
 
 def _still_comes(report: RankReport, own: OperationId) -> bool:
@@ -169,31 +170,20 @@ def _still_comes(report: RankReport, own: OperationId) -> bool:
     return any((d.ranks, d.line) == (own.ranks, own.line) and d.number >= own.number for d in report.done)
 
 
-def _last_known(rank: int, own: OperationId, reports: Mapping[int, RankReport]) -> OperationId | None:
-    """Return the last operation that any rank completed with ``rank``, over the connection of ``own`` if possible."""
-    shared = [each.last for each in reports.values() if each.last is not None and rank in each.last.ranks]
-    return max(shared, key=lambda operation: (operation.line == own.line, operation.number), default=None)
-
-
-def reports_text(reports: Mapping[int, RankReport], last_known: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return a line for each report, and one with the last known operation for each rank of ``last_known``."""
-    lines = [(rank, str(report)) for rank, report in reports.items()]
-    lines += [(rank, f"rank {rank} last took part in {operation}") for rank, operation in last_known.items()]
-    return "".join(f"\n  {line}" for _, line in sorted(lines))
+def _text(lines: Mapping[int, str]) -> str:
+    return "".join(f"\n  {line}" for _, line in sorted(lines.items()))
 
 
 def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) -> str:
     """Return which ranks are missing and what to do. ``missing`` do not answer; ``late`` do, but are elsewhere."""
+    who = format_ranks(missing or late)
     if missing and timed_out:
         return (
-            f"{format_ranks(missing)} did not answer in time. The process is stopped or gone, or its host cannot be "
-            "reached: look there."
+            f"{who} did not answer in time. The process is stopped or gone, or its host cannot be reached: look there."
         )
     if missing:
-        verb, possessive = ("is", "its") if len(missing) == 1 else ("are", "their")
-        return f"{format_ranks(missing)} {verb} gone. {LOOK.format(possessive)}"
+        return f"{who} {'is' if len(missing) == 1 else 'are'} gone. {LOOK}"
     if late:
-        who = format_ranks(late)
         return f"{who} did not come to it in time. If slow, not stuck, give the process group a longer timeout."
     return "a connection was lost. Look for the first error in the output of each rank."
 
@@ -201,10 +191,10 @@ def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) ->
 def order_text(about: Mapping[int, str]) -> str:
     """Return the error text for ranks that are ``about`` to run different operations."""
     kind = "Forward order" if all(" in forward" in label for label in about.values()) else "The order of collectives"
-    lines = "".join(f"\n  rank {rank}: {label}" for rank, label in sorted(about.items()))
+    lines = {rank: f"rank {rank}: {label}" for rank, label in about.items()}
     return (
-        f"{kind} differs across ranks. About to be done:{lines}\nAll ranks must run the same modules in the same "
-        "order. Usual reasons: a branch that depends on data, batches that one rank has and another has not, or "
+        f"{kind} differs across ranks. About to be done:{_text(lines)}\nAll ranks must run the same modules in the "
+        "same order. Usual reasons: a branch that depends on data, batches that one rank has and another has not, or "
         "modules that are wrapped differently. Where ranks are meant to skip modules, call "
         "set_reduce_scatter_unused_params(True) on the root."
     )

@@ -122,7 +122,11 @@ def own_client() -> dist.Store | None:
     """
     try:
         store: Any = world_store()
-        client: dist.Store | None = None if is_simulated(store) else store.clone()
+        base = store
+        while isinstance(base, dist.PrefixStore):
+            base = base.underlying_store
+        # torch's ``FakeStore`` of simulated ranks takes keys and forgets them, from torch 2.14 on.
+        client: dist.Store | None = None if type(base).__name__ == "FakeStore" else store.clone()
     except RuntimeError:  # torch before 2.14: "Tried to call pure virtual function"
         return None
     return client
@@ -136,10 +140,3 @@ def _attempt() -> str:
     """
     keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
-
-
-def is_simulated(store: dist.Store) -> bool:
-    """Return whether ``store`` is torch's ``FakeStore``, which from torch 2.14 on takes keys and forgets them."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return type(store).__name__ == "FakeStore"

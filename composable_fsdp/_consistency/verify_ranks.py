@@ -90,12 +90,16 @@ def versions() -> str:
 
 def check_versions(found: Mapping[int, str], kind: type[FSDPError] = DivergenceError) -> None:
     """Raise an error of ``kind`` if the :func:`versions` of ranks, ``found``, differ. Its text names both."""
+    if len({*found.values()}) > 1:
+        raise kind(f"Ranks run different versions:{_lines(found)}\nInstall the same versions for all ranks.")
+
+
+def _lines(texts: Mapping[int, str]) -> str:
+    """Return a line for each distinct text, with its ranks."""
     ranks: dict[str, list[int]] = {}
-    for rank, version in sorted(found.items()):
-        ranks.setdefault(version, []).append(rank)
-    if len(ranks) > 1:
-        lines = "".join(f"\n  {format_ranks(who)}: {version}" for version, who in ranks.items())
-        raise kind(f"Ranks run different versions:{lines}\nInstall the same versions for all ranks.")
+    for rank, text in sorted(texts.items()):
+        ranks.setdefault(text, []).append(rank)
+    return "".join(f"\n  {format_ranks(who)}: {text}" for text, who in ranks.items())
 
 
 def gather_by_rank(own: T, communicators: Iterable[Communicator]) -> dict[int, T]:
@@ -128,10 +132,7 @@ def gather_rows(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> 
 def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
     """Return the error text for ranks whose ``lines`` differ, with the first difference."""
     index = next(i for i, parts in enumerate(zip_longest(*lines.values())) if len(set(parts)) > 1)
-    ranks: dict[str, list[int]] = {}
-    for rank, own in sorted(lines.items()):
-        ranks.setdefault(own[index] if index < len(own) else _NOTHING, []).append(rank)
-    first = "".join(f"\n  {format_ranks(who)}: {line}" for line, who in ranks.items())
+    first = _lines({rank: own[index] if index < len(own) else _NOTHING for rank, own in lines.items()})
     return (
         f"Ranks have built different models. The first difference in {subject}:{first}\n"
         "All ranks must build the same modules, with the same parameters in the same order, and shard them by the same "

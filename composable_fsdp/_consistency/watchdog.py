@@ -155,6 +155,7 @@ class Watchdog:
         self._processes: dict[int, str] = {}
         """The identities of other ranks' processes, as far as known."""
         self._warnings = WarningTimes()
+        _pipe()  # before the thread, which reads it
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
         with _lock:
@@ -162,10 +163,6 @@ class Watchdog:
             _leave_at_exit()
 
     # -- called by the training thread
-
-    def store_on_thread(self, seconds: float) -> Any:
-        """Return the store of the job, for any thread. Each call may take ``seconds``, and raises after that."""
-        return _StoreOnThread(self, seconds)
 
     def warn_within(self, seconds: float) -> None:
         """Warn of waits after ``seconds`` at the latest, if at all."""
@@ -258,7 +255,7 @@ class Watchdog:
         rendezvous = self._rendezvous.setdefault(name, StoreRendezvous(name, self.rank, ranks))
         missing = MissingRanks(self, occasion, seconds, ranks, ends=False)
         try:
-            verdict = rendezvous.meet(self.store_on_thread(seconds), own, seconds, missing.explain)
+            verdict = rendezvous.meet(StoreOnThread(self, seconds), own, seconds, missing.explain)
         except RuntimeError as error:
             raise PeerError(f"{occasion}, but they cannot meet: {error}") from error
         if verdict.missing:
@@ -429,8 +426,8 @@ class Watchdog:
         self._thread.join(max(0.0, seconds))
 
 
-class _StoreOnThread:
-    """The store of a watchdog. Each call runs on the watchdog thread, and may take ``seconds``."""
+class StoreOnThread:
+    """The store of a watchdog, for any thread. Each call may take ``seconds``, and raises after that."""
 
     def __init__(self, watchdog: Watchdog, seconds: float) -> None:
         self._watchdog, self._seconds = watchdog, seconds
@@ -464,17 +461,12 @@ def job_watchdog() -> Watchdog | None:
     if world not in _watchdogs:
         with _lock:
             if world not in _watchdogs:
-                _watchdogs[world] = _begin_watchdog(world)
+                _watchdogs[world], client = None, own_client()
+                if client is not None:
+                    store = dist.PrefixStore("watchdog", client)
+                    watchdog = _watchdogs[world] = Watchdog(store, dist.get_rank(), dist.get_world_size())
+                    weakref.finalize(world, watchdog.stop).atexit = False  # _leave_at_exit reports the end first
     return _watchdogs[world]
-
-
-def _begin_watchdog(world: dist.ProcessGroup) -> Watchdog | None:
-    client = own_client()
-    if client is None:
-        return None
-    watchdog = Watchdog(dist.PrefixStore("watchdog", client), dist.get_rank(), dist.get_world_size())
-    weakref.finalize(world, watchdog.stop).atexit = False  # _leave_at_exit reports the end first
-    return watchdog
 
 
 @cache
@@ -550,11 +542,12 @@ class MissingRanks:
     def _cannot_come(self, missing: Sequence[int], present: Sequence[int], reports: Mapping[int, RankReport]) -> str:
         """Return which ranks of ``missing`` have left, or wait for a rank that is present since the last call."""
         found = {other: reports[other] for other in missing if other in reports}
-        stuck = {rank: each.waiting for rank, each in found.items() if each.waiting and _waits(each, present, reports)}
+        waiting = {rank: each.waiting for rank, each in found.items() if each.waiting is not None}
+        stuck = {rank: operation for rank, operation in waiting.items() if _waits(operation, present, reports)}
         gone = [other for other, each in found.items() if each.left]
         gone += [other for other, operation in stuck.items() if self._suspects.get(other) == operation]
         if gone:
-            lines = "".join(f"\n  {_report_text(found[other], present)}" for other in sorted(gone))
+            lines = "".join(f"\n  {found[other]}" for other in sorted(gone))
             return f"{format_ranks(sorted(gone))} did not make this call, and cannot any more.{lines}\n"
         self._suspects = stuck
         if stuck:
@@ -562,20 +555,10 @@ class MissingRanks:
         return ""
 
 
-def _waits(report: RankReport, present: Sequence[int], reports: Mapping[int, RankReport]) -> bool:
-    """Return True if a rank waits in an operation that a rank of ``present``, which waits here, has not done."""
-    operation = report.waiting
-    if operation is None:
-        return False
+def _waits(operation: OperationId, present: Sequence[int], reports: Mapping[int, RankReport]) -> bool:
+    """Return True if a rank of ``present``, which waits here, has not done ``operation``."""
     here = [reports[rank].last for rank in operation.ranks if rank in present and rank in reports]
     return any(last is None or last.line != operation.line or last.number < operation.number for last in here)
-
-
-def _report_text(report: RankReport, present: Sequence[int]) -> str:
-    if report.left or report.waiting is None:
-        return str(report)
-    here = [rank for rank in report.waiting.ranks if rank in present]
-    return f"{report}, which needs {format_ranks(here)}"
 
 
 # -- Ctrl-C while the main thread waits in C++, where Python cannot run its signal handler
@@ -587,49 +570,42 @@ def _report_text(report: RankReport, present: Sequence[int]) -> str:
 _NO_DESCRIPTOR = -1
 
 
-class _Pipe:
-    """A pipe from the interpreter to the watchdog thread. The main thread makes it."""
-
-    def __init__(self) -> None:
-        self.reader, self.writer = os.pipe()
-        for end in (self.reader, self.writer):
-            os.set_blocking(end, False)
-        self.unread = select.poll()
-        self.unread.register(self.reader, select.POLLIN)
-
-    def read(self) -> bytes:
-        """Return all that is in the pipe."""
-        with suppress(BlockingIOError):
-            return os.read(self.reader, 4096)
-        return b""
+@cache
+def _pipe() -> tuple[int, int, select.poll]:
+    """Return the ends of a pipe from the interpreter to the watchdog thread, and what tells whether it has data."""
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    unread = select.poll()
+    unread.register(reader, select.POLLIN)
+    return reader, writer, unread
 
 
-_pipe: _Pipe | None = None
+def _read_signals() -> bytes:
+    reader, _, unread = _pipe()
+    with suppress(BlockingIOError):  # another thread has read it
+        return os.read(reader, 4096) if unread.poll(0) else b""  # reading an empty pipe would cost an exception
+    return b""
 
 
 def listen() -> None:
     """Start listening if this is the main thread, and forget earlier signals, which were handled."""
-    global _pipe
-    if threading.current_thread() is not threading.main_thread():
-        return
-    pipe = _pipe = _pipe or _Pipe()
-    other = signal.set_wakeup_fd(pipe.writer, warn_on_full_buffer=False)
-    if other not in (_NO_DESCRIPTOR, pipe.writer):
-        signal.set_wakeup_fd(other)
-    elif pipe.unread.poll(0):  # reading an empty pipe would cost an exception
-        pipe.read()
+    if threading.current_thread() is threading.main_thread():
+        writer = _pipe()[1]
+        other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if other not in (_NO_DESCRIPTOR, writer):
+            signal.set_wakeup_fd(other)
+        _read_signals()
 
 
 def stop_listening() -> None:
     """Stop listening. The main thread runs Python again."""
     if threading.current_thread() is threading.main_thread():
         other = signal.set_wakeup_fd(_NO_DESCRIPTOR)
-        if _pipe is None or other not in (_NO_DESCRIPTOR, _pipe.writer):
+        if other != _pipe()[1]:
             signal.set_wakeup_fd(other)
 
 
 def arrived() -> bool:
     """Return whether Ctrl-C was pressed since the last call, while listening, and the user does not handle it."""
-    if _pipe is None or signal.SIGINT not in _pipe.read():
-        return False
-    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return signal.SIGINT in _read_signals() and signal.getsignal(signal.SIGINT) is signal.default_int_handler

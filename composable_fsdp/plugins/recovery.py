@@ -7,7 +7,6 @@ before the others have noticed the failure. If all ranks failed at the same plac
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import cast
@@ -23,7 +22,7 @@ from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._core.comm import communicators, reopen
 from composable_fsdp._core.hooks import roots_stepped_by, sharded_parameters
 from composable_fsdp._core.seams import ObservedRoot, Observer
-from composable_fsdp._core.state import FSDPState, connections
+from composable_fsdp._core.state import connections
 from composable_fsdp.errors import DivergenceError, PeerError
 
 
@@ -52,12 +51,14 @@ class Recovery(Observer):
         failed, watchdog = failed_steps(root), job_watchdog()
         if failed and watchdog is not None and connections(root.states.values()):
             name, number = type(failed[0].optimizer).__name__, _completed_steps(root)
-            text = f"raised in a step of {name}, so that it holds parameters of {number} optimizer steps"
-            watchdog.fail(f"{text}, and ranks on which the step succeeded hold those of {number + 1}")
+            text = (
+                f"raised in a step of {name}, so that it holds parameters of {number} optimizer steps, and ranks on "
+                f"which the step succeeded hold those of {number + 1}"
+            )
+            watchdog.fail(text)
             raise DivergenceError(
-                f"rank {dist.get_rank()} {text}. Ranks on which the step succeeded hold those of {number + 1}, and "
-                "shards of different steps are not of one model. Call reset_iter_state() on the root module of all "
-                "ranks: it raises if ranks hold different steps. Then load a checkpoint."
+                f"rank {dist.get_rank()} {text}. Call reset_iter_state() on the root module of all ranks: it raises if "
+                "ranks hold different steps. Then load a checkpoint."
             )
 
     def reset(self, root: ObservedRoot) -> bool:
@@ -75,7 +76,9 @@ class Recovery(Observer):
         failed = watchdog.has_failed or any(each.is_broken for each in communicators(groups))
         if not groups:
             return failed
-        ranks, completed = _ranks(states), _completed_steps(root)
+        meshes = {pgs.axes.mesh for state in states for pgs in state.group.process_groups}
+        ranks = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})  # the same on each of them
+        completed = _completed_steps(root)
         if not failed:
             failed = bool(steps_that_raised) or any(map(root.may_come_back_to, states))
             watchdog.fail(ABANDONED if failed else RESET, tuple(ranks))
@@ -122,12 +125,6 @@ class Recovery(Observer):
                 "Load a checkpoint on all ranks. composable_fsdp.find_nonfinite(model), called between backward and "
                 "step, raises if another rank failed."
             )
-
-
-def _ranks(states: Iterable[FSDPState]) -> list[int]:
-    """Return all ranks of the meshes of ``states``. The result is the same on each of them."""
-    meshes = {pgs.axes.mesh for state in states for pgs in state.group.process_groups}
-    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
 def _position(group: dist.ProcessGroup) -> str:

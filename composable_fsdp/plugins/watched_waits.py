@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 
@@ -16,7 +17,7 @@ from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker, o
 from composable_fsdp._consistency.process_groups import LostError, timeout_of
 from composable_fsdp._consistency.rank_report import ENDED_AT, REPORTED_AT, OperationId
 from composable_fsdp._consistency.rendezvous import StoreRendezvous
-from composable_fsdp._consistency.watchdog import EndOfRun, GiveUp, RunningPass, Watchdog, job_watchdog
+from composable_fsdp._consistency.watchdog import EndOfRun, GiveUp, RunningPass, StoreOnThread, Watchdog, job_watchdog
 from composable_fsdp._core.comm import (
     SUM,
     Around,
@@ -67,7 +68,9 @@ class Watched(Around):
         self._number, self._line = 0, f"{self.name}/{self.generation}"
         self.checker: OrderChecker | None = None
         if self._exchange is not None:
-            self.checker = OrderChecker(self._numbers, self._texts, self._exchange.level(self._level))
+            numbers, texts = self._exchange.exchange_numbers, self._exchange.exchange_texts
+            exchanges = partial(self._exchanged, numbers), partial(self._exchanged, texts)
+            self.checker = OrderChecker(*exchanges, self._exchange.level(self._level))
 
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         label = label or kind.label
@@ -91,12 +94,6 @@ class Watched(Around):
         """Connect anew, and forget the order. All ranks must call it together."""
         cast(GroupCommunicator, self.base).reopen()
         self._begin()
-
-    def _numbers(self, own: int) -> Sequence[int]:
-        return self._exchanged(cast(Exchange, self._exchange).exchange_numbers, own)
-
-    def _texts(self, own: str) -> Mapping[int, str]:
-        return self._exchanged(cast(Exchange, self._exchange).exchange_texts, own)
 
     def _exchanged(self, exchange: Callable[[T], R], own: T) -> R:
         """Return ``exchange(own)``, a wait for the ranks that are to run the next operation."""
@@ -189,11 +186,6 @@ class Exchange(Protocol):
         ...
 
 
-def level_through_store(level: OrderCheck, num_ranks: int) -> OrderCheck:
-    """Return how much ``num_ranks`` ranks compare through the store at ``level``: nothing if they are very many."""
-    return OrderCheck.OFF if level is OrderCheck.FIRST and num_ranks > _MOST_COMPARED_RANKS else level
-
-
 class StoreExchange:
     """An exchange through the store of the job, for devices with streams, on which a comparison would block the host.
 
@@ -207,12 +199,13 @@ class StoreExchange:
         self._ranks = dist.get_process_group_ranks(group)
         name = f"order/{group.group_name}/{self._ranks[0]}"  # groups that are split from others may have equal names
         self._meeting = StoreRendezvous(name, dist.get_rank(), self._ranks)
-        self._store, self._seconds = watchdog.store_on_thread(seconds), seconds
+        self._store, self._seconds = StoreOnThread(watchdog, seconds), seconds
         self._reason = ""
         """Why the exchange was given up."""
 
     def level(self, level: OrderCheck) -> OrderCheck:
-        return level_through_store(level, len(self._ranks))
+        is_many = len(self._ranks) > _MOST_COMPARED_RANKS
+        return OrderCheck.OFF if level is OrderCheck.FIRST and is_many else level
 
     def exchange_numbers(self, own: int) -> Sequence[int]:
         return list(map(int, self.exchange_texts(str(own)).values()))
@@ -251,12 +244,6 @@ def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
         found = find(known, Watched)
         if found is not None:
             found.set_level(level)
-
-
-def compared(group: dist.ProcessGroup) -> int:
-    """Return the number of messages exchanged over ``group`` since it last connected to compare operations."""
-    found = (find(known, Watched) for known in communicators([group]))
-    return sum(each.checker.compared for each in found if each is not None and each.checker is not None)
 
 
 class OrderCheckLevel(Observer):

@@ -8,8 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests._internals import Collective, GlooCommunicator, SharedMemoryCommunicator, Transfer
+from tests._internals import (
+    Collective,
+    GlooCommunicator,
+    SharedMemoryCommunicator,
+    Transfer,
+    Watched,
+    communicators,
+    find,
+)
 from tests.helpers.fake_world import FakeCommunicator
 
 COMMUNICATORS = (GlooCommunicator, SharedMemoryCommunicator, FakeCommunicator)
@@ -37,3 +46,9 @@ def counted_collectives() -> Iterator[Counter[str]]:
         for communicator in COMMUNICATORS:
             patch.setattr(communicator, "launch", counting(communicator.launch))
         yield counts
+
+
+def compared(group: dist.ProcessGroup) -> int:
+    """Return the number of messages exchanged over ``group`` since it last connected to compare operations."""
+    found = (find(known, Watched) for known in communicators([group]))
+    return sum(each.checker.compared for each in found if each is not None and each.checker is not None)

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.errors import PeerError
-from tests._internals import Collective, OrderCheck, Transfer, communicator_over, compare, compared
+from tests._internals import Collective, OrderCheck, Transfer, communicator_over, compare
+from tests.helpers.counted_collectives import compared
 from tests.helpers.faults import (
     LONG_TIMEOUT,
     SHORT_TIMEOUT,

@@ -15,7 +15,7 @@ from torch import nn
 
 from composable_fsdp import DivergenceError, FSDPModule
 from composable_fsdp.errors import ExecutionOrderWarning
-from tests._internals import compared
+from tests.helpers.counted_collectives import compared
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.slack import slack

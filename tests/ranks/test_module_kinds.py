@@ -112,8 +112,7 @@ def add_adapters_late(add: bool) -> list[str]:
 def test_parameters_added_after_sharding_are_named_once_and_ignored_ones_never() -> None:
     (text,), _ = run_ranks(add_adapters_late, 2, add=True)
     assert text.startswith(
-        "parameters were added to Adapted after fully_shard: ['adapters.a0.weight', 'adapters.a0.bias', "
-        "'adapters.a1.weight', 'adapters.a1.bias', 'adapters.a2.weight'] and 1 more. They are plain and trainable"
+        "6 parameters were added to Adapted after fully_shard, such as 'adapters.a0.weight'. They are plain"
     )
     assert run_ranks(add_adapters_late, 2, add=False) == [[], []]
     assert run_ranks(add_adapters_late, 1, add=True) == [[]], "with one rank no replicas can diverge"

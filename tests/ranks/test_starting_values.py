@@ -96,10 +96,10 @@ def test_different_starting_values_are_an_error_unless_overwritten() -> None:
     everything, rest = texts
     assert everything == (
         "Ranks have started from different values: parameter '1.weight' of group 'root' was not the same on rank 0 and "
-        "on rank 1 when fully_shard cut it, and so 3 other parameters. Each rank kept its own part, so the shards do "
-        "not belong to one model. Pass sync_module_states=True to fully_shard, which takes the values of the first "
-        "rank; or call torch.manual_seed with the same seed on every rank before the model is built; or call "
-        "composable_fsdp.initialize(model, seed=...), or load a checkpoint, before the first forward."
+        "on rank 1 when fully_shard cut it, and so 3 other parameters, so the shards do not belong to one model. Pass "
+        "sync_module_states=True to fully_shard; or call torch.manual_seed with the same seed on every rank before "
+        "the model is built; or composable_fsdp.initialize(model, seed=...), or load a checkpoint, before the first "
+        "forward."
     )
     assert "parameter '1.weight' of group 'root' was not" in rest
     assert "and so 2 other parameters" in rest

@@ -31,7 +31,7 @@ def onto_meta(layer: Any) -> None:
         (
             lambda layer: layer.set_order_check("off"),
             "the order check of 'layers.1' (Linear) is off, but that of 'root' (Chain), which contains it, is first, "
-            "and one counts for all. Call set_order_check on the root.",
+            "and one counts for all. Call set_order_check on the root only.",
         ),
         (
             lambda layer: layer.set_schedule(max_unsharded_bytes=0),

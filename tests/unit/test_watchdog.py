@@ -43,7 +43,6 @@ from tests._internals import (
     error_summary,
     has_died,
     has_ended,
-    level_through_store,
     main_thread_line,
     order_check_from,
     process_identity,
@@ -601,13 +600,6 @@ def test_a_new_sequence_is_compared_between_ranks() -> None:
     ranks.begin("a")  # a known sequence, so ranks do not compare
     with pytest.raises(DivergenceError, match=r"rank 0: c \(4 bytes in 1 tensors, \w{4}\)\n  rank 1: something else"):
         ranks.begin("c")
-
-
-@pytest.mark.parametrize(("ranks", "level"), [(64, OrderCheck.FIRST), (65, OrderCheck.OFF)])
-def test_very_many_ranks_compare_through_a_store_only_if_they_always_do(ranks: int, level: OrderCheck) -> None:
-    assert level_through_store(OrderCheck.FIRST, ranks) is level
-    assert level_through_store(OrderCheck.ALWAYS, ranks) is OrderCheck.ALWAYS
-    assert level_through_store(OrderCheck.OFF, ranks) is OrderCheck.OFF
 
 
 @pytest.mark.behaviour("G-01")

@@ -22,8 +22,6 @@ from composable_fsdp.errors import ExecutionOrderWarning, PlainParameterWarning
 # ``fully_shard`` shards every parameter that is not in ``ignored_params``. So a parameter that is plain in the first
 # forward, and was not there when the root was sharded, was added in between.
 
-_SHOWN = 5
-
 
 class PlainParameters(Observer):
     """Remembers which parameters were plain when ``fully_shard`` was called, and warns of others. Copies have none."""
@@ -52,12 +50,10 @@ class PlainParameters(Observer):
             if parameter.requires_grad and attribute not in known.get(owner, ())
         ]
         if unmanaged:
-            more = f" and {len(unmanaged) - _SHOWN} more" if len(unmanaged) > _SHOWN else ""
             warnings.warn(
-                f"parameters were added to {root.class_name} after fully_shard: {unmanaged[:_SHOWN]}{more}. They are "
-                "plain and trainable, and nobody averages their gradients over ranks, so their copies drift apart. Add "
-                "adapters and the like before fully_shard. Whoever reduces them otherwise may filter this "
-                "PlainParameterWarning.",
+                f"{len(unmanaged)} parameters were added to {root.class_name} after fully_shard, such as "
+                f"{unmanaged[0]!r}. They are plain and trainable, and nobody averages their gradients, so that copies "
+                "drift apart. Add them before fully_shard; if they are reduced otherwise, filter this warning.",
                 PlainParameterWarning,
                 stacklevel=2,
             )
@@ -113,8 +109,7 @@ class ForwardOrder(Observer):
         place, (then, now) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
         warnings.warn(
             f"Forward order differs from that of the first iteration on rank {rank}: number {place + 1} was "
-            f"{then} and is {now} now. The groups prefetched were not the next ones, which costs time in each "
-            "iteration whose order is new. If the new order differs between ranks, an error says so. "
+            f"{then} and is {now} now. The groups prefetched were not the next ones, which costs time. "
             'model.set_order_check("off") silences this.',
             ExecutionOrderWarning,
             stacklevel=2,

@@ -209,9 +209,8 @@ def _check_axes(
             unlike_ranks = " and on ".join(format_ranks(each) for each in found)
             raise DivergenceError(
                 f"Ranks have started from different values: {name} was not the same on {unlike_ranks} when fully_shard "
-                f"cut it{_and_more(unlike)}. Each rank kept its own part, so the shards do not belong to one model. "
-                "Pass sync_module_states=True to fully_shard, which takes the values of the first rank; or call "
-                "torch.manual_seed with the same seed on every rank before the model is built; or call "
+                f"cut it{_and_more(unlike)}, so the shards do not belong to one model. Pass sync_module_states=True to "
+                "fully_shard; or call torch.manual_seed with the same seed on every rank before the model is built; or "
                 "composable_fsdp.initialize(model, seed=...), or load a checkpoint, before the first forward."
             )
     owners: dict[int, int] = {}  # of the shards in a slot
@@ -226,9 +225,8 @@ def _check_axes(
                 f"{name} has the same random values on {format_ranks(equal_ranks)}, which hold different "
                 f"shards of it{_and_more(equal)}. A random operation, such as reset_parameters(), has run on the "
                 "shards with the same seed on every rank. Call composable_fsdp.initialize(model, seed=...) in its "
-                "place, which gives the values of the unsharded model, or enclose it in "
-                "composable_fsdp.sharded_rng(model, seed). If the values are meant to repeat, call "
-                f"set_order_check('off') on the root, or set {LEVEL_VARIABLE}=off."
+                "place, or enclose it in composable_fsdp.sharded_rng(model, seed). If the values are meant to repeat, "
+                f"call set_order_check('off') on the root, or set {LEVEL_VARIABLE}=off."
             )
 
 
@@ -271,9 +269,8 @@ def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
     for state in states:
         for name, value in _values(state).items():
             if value not in (of_root.get(name), None):
-                only = "" if root.options.of_plugins.get(name) is not None else " only"
                 setter = "set_order_check" if name == "order check" else "set_schedule"
-                remedy = f"Call {setter} on the root{only}."
+                remedy = f"Call {setter} on the root only."
                 remedy = "Give all of them meshes of one device type." if name == "device" else remedy
                 raise ConfigurationError(
                     f"the {name} of {state.name!r} ({state.class_name}) is {value}, but that of {root.name!r} "
