@@ -188,9 +188,9 @@ def test_equal_random_shards_are_an_error_and_other_equal_ones_are_not() -> None
     assert texts == [
         "parameter '1.weight' of group 'root' has the same random values on ranks 0-1, which hold different shards of "
         "it, and so 2 other parameters. A random operation, such as reset_parameters(), has run on the shards with the "
-        "same seed on every rank. Call composable_fsdp.initialize(model, seed=...) in its place, which gives the "
-        "values of the unsharded model, or enclose it in composable_fsdp.sharded_rng(model, seed). If the values are "
-        "meant to repeat, call set_order_check('off') on the root, or set COMPOSABLE_FSDP_ORDER_CHECK=off."
+        "same seed on every rank. Call composable_fsdp.initialize(model, seed=...) in its place, or enclose it in "
+        "composable_fsdp.sharded_rng(model, seed). If the values are meant to repeat, call set_order_check('off') on "
+        "the root, or set COMPOSABLE_FSDP_ORDER_CHECK=off."
     ]
 
 
