@@ -240,7 +240,7 @@ class Exchange:
                     task.store(piece.slot, piece.box, piece.of(received))
 
     def _difference(self, tasks: Tasks) -> DivergenceError:
-        sets = self._gathered({index for index, task in enumerate(tasks) if task is not None})
+        sets = self.gathered({index for index, task in enumerate(tasks) if task is not None})
         differing = sorted(set.union(*sets.values()) - set.intersection(*sets.values()))
         names = [f"{self.units[i].name} on ranks {[r for r in sets if i in sets[r]]} only" for i in differing]
         shown = ", ".join(names[:5] + ["..."] * (len(names) > 5))
@@ -250,7 +250,7 @@ class Exchange:
         )
 
     def _failure(self, failed: Sequence[int], own: Exception | None) -> PeerError:
-        reasons = self._gathered(None if own is None else f"{type(own).__name__}: {own}")
+        reasons = self.gathered(None if own is None else f"{type(own).__name__}: {own}")
         units = {rank: self.units[number - 1] for rank, number in zip(reasons, failed, strict=True) if number}
         who = "; ".join(f"rank {rank} raised {reasons[rank]} in the update of {units[rank].name}" for rank in units)
         return PeerError(
@@ -258,9 +258,11 @@ class Exchange:
             units if own is None else (),  # at its end a rank waits for these ranks
         )
 
-    def _gathered(self, value: Any) -> dict[int, Any]:
+    def gathered(self, value: Any) -> dict[int, Any]:
         """Return the ``value`` of each member, by global rank, in the order of the members."""
-        group = cast(dist.ProcessGroup, self.members.group)
+        group = self.members.group
+        if group is None:
+            return {0: value}
         values: list[Any] = [None] * len(self.members.coordinates)
         dist.all_gather_object(values, value, group=group)
         return dict(zip(dist.get_process_group_ranks(group), values, strict=True))

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from composable_fsdp._core.mesh import as_dtensor
 from composable_fsdp._core.params import local_part
-from composable_fsdp._extents import Box, like
+from composable_fsdp._extents import Box, ShardExtent, like
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._local_step import gradient_of
 from composable_fsdp.optim._owner_exchange import Exchange, OwnerPlans, is_planned, title_of
@@ -156,10 +155,20 @@ def placed(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     placements = tuple(parameter.placements) if same else _state_placements(parameter)
     if isinstance(value, DTensor):
         return value if value.placements == placements else value.redistribute(mesh, placements)
-    coordinate = mesh.get_coordinate()
+    return _at_rest(parameter, _extent(parameter, tuple(value.shape)).take(value).contiguous(), tuple(value.shape))
+
+
+def _extent(parameter: DTensor, shape: tuple[int, ...]) -> ShardExtent:
+    """Return the part of this rank of a tensor of the state of ``shape``."""
+    coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
-    part = _state_tiling(parameter, tuple(value.shape)).extent(tuple(coordinate)).take(value).contiguous()
-    return like(parameter, part) if same else as_dtensor(part, mesh, placements, tuple(value.shape))
+    return _state_tiling(parameter, shape).extent(tuple(coordinate))
+
+
+def _at_rest(parameter: DTensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if shape == tuple(parameter.shape):
+        return like(parameter, local)
+    return as_dtensor(local, parameter.device_mesh, _state_placements(parameter), shape)
 
 
 def _new_shard(parameter: DTensor, leaf: _Leaf) -> torch.Tensor:
@@ -167,13 +176,8 @@ def _new_shard(parameter: DTensor, leaf: _Leaf) -> torch.Tensor:
     device = local_part(parameter).device
     if not leaf.shape:
         return torch.empty((), dtype=leaf.dtype, device=device if device.type == leaf.device_type else leaf.device_type)
-    coordinate = parameter.device_mesh.get_coordinate()
-    assert coordinate is not None
-    local_shape = _state_tiling(parameter, leaf.shape).extent(tuple(coordinate)).local_shape
-    local = torch.empty(local_shape, dtype=leaf.dtype, device=device)
-    if leaf.shape == tuple(parameter.shape):
-        return like(parameter, local)
-    return as_dtensor(local, parameter.device_mesh, _state_placements(parameter), leaf.shape)
+    local = torch.empty(_extent(parameter, leaf.shape).local_shape, dtype=leaf.dtype, device=device)
+    return _at_rest(parameter, local, leaf.shape)
 
 
 # -- the step
@@ -314,12 +318,7 @@ def _share_new_state(exchange: Exchange, tasks: Sequence[_Task]) -> None:
         return
     # Torch warns when a tree is unpickled, so its leaves are described in place.
     own = {i: pytree.tree_map(_described, state) for i in changed if (state := tasks[i].new_state) is not None}
-    described = dict(own)
-    if exchange.members.group is not None:
-        everywhere: list[Any] = [None] * len(exchange.members.coordinates)
-        dist.all_gather_object(everywhere, own, group=exchange.members.group)
-        for each in everywhere:
-            described |= each
+    described = {i: state for of_rank in exchange.gathered(own).values() for i, state in of_rank.items()}
     units = [tasks[index].expect(_Form.of(described[index])) for index in changed]
     owners = [exchange.owners[index] for index in changed]
     again = Exchange(exchange.members, units, exchange.limit, exchange.copies, owners)
