@@ -157,25 +157,6 @@ def test_a_step_that_raises_leaves_dtensors_and_can_be_repeated(looked_at: list[
     assert looked_at == [True, False, False, False]
 
 
-def test_copies_and_pickles_are_ordinary_optimizers() -> None:
-    optimizer = trained(AdamW, 2)
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert "step" not in vars(other)
-        assert type(other) is AdamW
-        assert all(isinstance(state["exp_avg"], DTensor) for state in other.state.values())
-
-
-def test_an_optimizer_is_freed_with_the_last_reference() -> None:
-    optimizer = trained(steps=2)
-    gone = weakref.ref(optimizer)
-    gc.disable()
-    try:
-        del optimizer
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("call", [local_optimizer, offload_optimizer, owner_step])
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_calls_that_replace_a_step_find_torchs_own(call: Callable[[Optimizer], Any], scheduled: bool) -> None:
@@ -256,12 +237,6 @@ class Sign(Optimizer):
         return "done"
 
 
-def test_local_optimizer_returns_the_same_object() -> None:
-    optimizer = torch.optim.AdamW(sharded(3))
-    assert local_optimizer(optimizer) is optimizer
-    assert type(optimizer) is torch.optim.AdamW
-
-
 def test_a_custom_optimizer_runs_on_shards_if_declared_elementwise() -> None:
     parameters = sharded(3, 4)
     optimizer = local_optimizer(Sign(parameters), elementwise=True)
@@ -304,32 +279,39 @@ def test_parameters_without_gradient_are_left_alone() -> None:
     assert second._version == 0
 
 
-def test_copies_and_pickles_are_ordinary_optimizers_with_the_same_state() -> None:
-    optimizer = local_optimizer(torch.optim.SGD(sharded(3), lr=0.1, momentum=0.9))
-    optimizer.step()
+@pytest.mark.parametrize("asked", [True, False])
+def test_copies_and_pickles_are_ordinary_optimizers_with_the_same_state(asked: bool) -> None:
+    optimizer = trained(momentum=0.9)
+    if asked:
+        local_optimizer(optimizer)
+    for _ in range(2):
+        optimizer.step()
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert "step" not in vars(other)
-        (buffer,) = (state["momentum_buffer"] for state in other.state.values())
-        assert torch.equal(buffer.full_tensor(), torch.ones(3))
+        for state in other.state.values():
+            assert torch.equal(state["momentum_buffer"].full_tensor(), torch.full(state["momentum_buffer"].shape, 1.9))
 
 
-def test_an_elementwise_optimizer_is_freed_with_the_last_reference() -> None:
-    optimizer = local_optimizer(torch.optim.AdamW(sharded(3)))
-    optimizer.step()
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_optimizer_is_freed_with_the_last_reference(asked: bool) -> None:
+    optimizer = trained(AdamW)
+    if asked:
+        local_optimizer(optimizer)
+    for _ in range(2):
+        optimizer.step()
     gc.disable()
     try:
         gone, step = weakref.ref(optimizer), optimizer.step
         del optimizer
         assert gone() is None
-        text = r"this step of AdamW belongs to an object that is gone\. Keep the optimizer"
-        with pytest.raises(LifecycleError, match=text):
+        with pytest.raises(LifecycleError, match=r"this step of AdamW belongs to an object that is gone\. Keep the"):
             step()
     finally:
         gc.enable()
 
 
 @pytest.mark.behaviour("H-02")
-@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor", "SparseAdam"])
+@pytest.mark.parametrize("name", ["LBFGS", "Muon"])
 def test_an_optimizer_that_is_not_elementwise_is_refused_even_if_declared(name: str) -> None:
     mesh = init_device_mesh("cpu", (1,))
     optimizer = getattr(torch.optim, name)([nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))])
@@ -337,17 +319,10 @@ def test_an_optimizer_that_is_not_elementwise_is_refused_even_if_declared(name: 
     for promise in (False, True):
         with pytest.raises(ConfigurationError, match=text):
             local_optimizer(optimizer, elementwise=promise)
-
-
-@pytest.mark.behaviour("H-02")
-def test_an_unknown_optimizer_is_refused() -> None:
-    text = r"Sign is not element-wise, or not known to be\. .* pass elementwise=True\. Otherwise"
-    with pytest.raises(ConfigurationError, match=text):
+    with pytest.raises(
+        ConfigurationError, match=r"Sign is not element-wise, or not known to be\. .* pass elementwise="
+    ):
         local_optimizer(Sign(sharded(3)))
-
-
-@pytest.mark.behaviour("H-02")
-def test_differentiable_steps_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"AdamW was made with differentiable=True, .* Use it as it is"):
         local_optimizer(torch.optim.AdamW(sharded(3), differentiable=True))
 

@@ -240,22 +240,6 @@ def test_owners_of_a_70b_model_are_balanced_on_1024_ranks() -> None:
     assert max(loads(costs, assign_owners(costs, 1024), 1024)) == max(costs)
 
 
-def test_a_70b_model_is_sent_in_balanced_buckets() -> None:
-    costs = [newton_schulz_cost(*shape) for shape in LLAMA_70B]
-    nbytes = [2 * prod(shape) for shape in LLAMA_70B]
-    owners = assign_owners(costs, 64)
-    limit = message_limit(256 << 20, max(nbytes))
-    buckets = cut_buckets(costs, owners, nbytes, limit)
-    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(costs)))
-    assert len(buckets) > 3
-    for bucket in buckets:
-        owned = [sum(nbytes[i] for i in bucket if owners[i] == rank) for rank in range(64)]
-        assert max(owned) <= limit
-    full = [costs[i] for i in buckets[0]]
-    of_ranks = loads(full, [owners[i] for i in buckets[0]], 64)
-    assert max(of_ranks) <= 1.10 * sum(of_ranks) / 64
-
-
 @pytest.mark.parametrize("shape", [(8,), (2, 8)])
 def test_matrices_that_exceed_bucket_bytes_are_computed_together(shape: tuple[int, ...]) -> None:
     """A bucket of one matrix would be computed by one rank, while all others wait."""
@@ -284,16 +268,6 @@ def test_a_plan_is_made_once_and_keeps_its_parameters() -> None:
     assert len(calls) == 2
     parameters.clear()
     assert alive() is not None
-
-
-@given(COSTS, st.integers(1, 9))
-def test_the_largest_load_is_within_the_bound_of_greedy_assignment(costs: list[float], ranks: int) -> None:
-    owners = assign_owners(costs, ranks)
-    assert len(owners) == len(costs)
-    assert set(owners) <= set(range(ranks))
-    lower = max(max(costs), sum(costs) / ranks)
-    assert max(loads(costs, owners, ranks)) <= (sum(costs) / ranks + max(costs)) + 1e-6
-    assert max(loads(costs, owners, ranks)) >= lower - 1e-6
 
 
 @given(COSTS, st.integers(1, 9), st.integers(1, 300), st.data())

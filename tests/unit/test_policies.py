@@ -16,7 +16,6 @@ from composable_fsdp.policies import (
     AUTO_RESHARD,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     Reshard,
     ReshardKind,
     cpu_offload_by_budget,
@@ -77,15 +76,6 @@ def test_an_invalid_reshard_after_forward_is_shown_with_its_type(value: object, 
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATING, *NOT_FLOATING])
-def test_the_default_policy_changes_no_dtype(dtype: torch.dtype) -> None:
-    policy = MixedPrecisionPolicy()
-    assert policy.compute_dtype(dtype) == dtype
-    assert policy.gradient_reduce_dtype(dtype, dtype) == dtype
-    assert policy.input_dtype is None
-    assert policy.output_dtype is None
-
-
 @given(POLICIES, st.sampled_from(FLOATING))
 def test_floating_parameters_compute_in_param_dtype_and_reduce_in_reduce_dtype_else_as_they_compute(
     policy: MixedPrecisionPolicy, original: torch.dtype
@@ -113,19 +103,6 @@ def test_without_reduce_dtype_the_installed_torch_decides(
     assert chosen.gradient_reduce_dtype(torch.bfloat16, torch.float32) == torch.float16
     kept = MixedPrecisionPolicy(torch.bfloat16, grad_dtype=torch.float32)
     assert kept.gradient_reduce_dtype(torch.bfloat16, torch.float32) == torch.float32
-
-
-@given(POLICIES)
-def test_inputs_are_cast_to_param_dtype_unless_that_is_switched_off(policy: MixedPrecisionPolicy) -> None:
-    assert policy.input_dtype == (policy.param_dtype if policy.cast_forward_inputs else None)
-
-
-def test_policies_are_values() -> None:
-    assert MixedPrecisionPolicy(torch.bfloat16) == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    assert len({CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)}) == 2
-    assert OffloadPolicy() != CPUOffloadPolicy()
-    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
-    assert hash(Reshard(ReshardKind.AUTO)) == hash(AUTO_RESHARD)
 
 
 @pytest.mark.behaviour("D-02")
