@@ -1,4 +1,4 @@
-"""Processes that are killed at random moments of a save, or at each of its calls, leave complete checkpoints behind."""
+"""Processes that are killed at each call of a save leave complete checkpoints, and those that exit complete theirs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from tests.helpers.fresh_process import run_module
-
-
-@pytest.mark.behaviour("F-12", "H-05")
-def test_killed_saves_leave_the_previous_checkpoint(tmp_path: Path) -> None:
-    done = run_module("tests.helpers.kill_saver", tmp_path, "8", "1")
-    assert done.returncode == 0, done.stderr
-    kills, saves, unfinished = (int(word) for word in done.stdout.replace(",", "").split() if word.isdecimal())
-    assert kills == 8
-    assert saves >= 8
-    assert unfinished > 0, "no kill interrupted a save"
+from composable_fsdp.checkpoint import load
+from tests.helpers.fresh_process import run_module, run_program
 
 
 @pytest.mark.behaviour("F-12", "H-05")
@@ -29,3 +21,15 @@ def test_saves_killed_at_each_call_leave_a_complete_checkpoint(tmp_path: Path) -
     for found in calls.values():
         wanted = {"open", "write", "fsync", "os.mkdir", "os.rename", "os.remove"}
         assert wanted <= found.keys(), "no calls were found: the test tries nothing"
+
+
+@pytest.mark.behaviour("F-12")
+def test_the_exit_of_the_interpreter_waits_for_a_save(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from torch import nn\n"
+        "from composable_fsdp.checkpoint import save\n"
+        "save(sys.argv[1], nn.Linear(1000, 1000), step=3, asynchronous=True)"
+    )
+    assert run_program(script, tmp_path).returncode == 0
+    assert load(tmp_path, nn.Linear(1000, 1000)) == {}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from composable_fsdp.errors import CheckpointError, ConfigurationError
 from tests._internals import convert
 from tests.helpers.checkpoint_worlds import WORLDS, adamw, assert_holds, fill, zeroed
 from tests.helpers.command import Done, run_command
-from tests.helpers.fresh_process import run_program
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained
 
@@ -44,17 +40,6 @@ def test_a_checkpoint_of_dcp_itself(tmp_path: Path, nested: bool) -> None:
     assert_same(safetensors.load_file(tmp_path / "st" / "model.safetensors"), state_of(model))
 
 
-def test_dtypes_of_floating_point_tensors_change(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    save(tmp_path / "run", model, optimizer, {"step": 1})
-    convert(tmp_path / "run", tmp_path / "half", dtype=torch.bfloat16)
-    stored = safetensors.load_file(tmp_path / "half" / "model.safetensors")
-    assert {value.dtype for value in stored.values()} == {torch.bfloat16}
-    model_of_halves = Tied().bfloat16()
-    load_safetensors(model_of_halves, tmp_path / "half")
-    assert_same(state_of(model_of_halves), {name: value.bfloat16() for name, value in state_of(model).items()})
-
-
 def save_shards(path: Path) -> None:
     model = WORLDS["2, on dim 1"][1]()
     optimizer = adamw(model)
@@ -75,16 +60,6 @@ def test_safetensors_of_a_checkpoint_load_into_shards(tmp_path: Path) -> None:
     run_ranks(save_shards, 2, tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "st")
     run_ranks(load_shards, 3, tmp_path / "st")
-
-
-def test_an_existing_target_is_replaced(tmp_path: Path) -> None:
-    new, _ = trained()
-    save(tmp_path / "old", Tied(), step=0)
-    save(tmp_path / "new", new, step=0)
-    for source in ("old", "new"):
-        convert(tmp_path / source, tmp_path / "st")
-    assert_same(tensors_in(tmp_path / "st"), state_of(new))
-    assert names_in(tmp_path) == ["new", "old", "st"]
 
 
 def test_invalid_conversion_targets_and_options_are_refused(tmp_path: Path) -> None:
@@ -117,23 +92,6 @@ def test_invalid_conversion_sources_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.behaviour("F-12")
-def test_a_failed_conversion_leaves_the_target_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = trained()
-    saved = save(tmp_path / "run", model, optimizer)
-    convert(saved, tmp_path / "target")
-
-    def full(*args: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        convert(saved, tmp_path / "target")
-    monkeypatch.undo()
-    assert names_in(tmp_path / "target") == ["model.safetensors"]
-    assert_same(tensors_in(tmp_path / "target"), state_of(model))
-
-
-@pytest.mark.behaviour("F-12")
 def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
     saved = save(tmp_path / "run", *trained())
     data = saved.path / "__0_0.distcp"
@@ -142,27 +100,6 @@ def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
         convert(tmp_path / "run", tmp_path / "new")
     assert str(raised.value).startswith(f"{data} is damaged: its CRC-32 is ")
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.multiprocess
-@pytest.mark.behaviour("F-12")
-def test_a_killed_conversion_leaves_the_target_and_the_next_one_cleans_up(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    saved, target = save(tmp_path / "run", model, optimizer), tmp_path / "target"
-    convert(saved, target)
-    script = (
-        "import os, signal\n"
-        "from tests._internals import Replacement, convert\n"
-        "def killed(*args, **options):\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Replacement.commit = killed\n"
-        f"convert({str(saved.path)!r}, {str(target)!r})"
-    )
-    assert run_program(script).returncode == -signal.SIGKILL
-    assert any(".incomplete" in name for name in names_in(target))
-    assert_same(tensors_in(target), state_of(model))
-    convert(saved, target)
-    assert names_in(target) == ["model.safetensors"]
 
 
 def run(*arguments: str | Path) -> Done:

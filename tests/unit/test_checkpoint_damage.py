@@ -403,28 +403,6 @@ def test_a_failed_save_leaves_existing_files_unchanged(tmp_path: Path, monkeypat
     assert save(tmp_path, model).step == 5
 
 
-def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = trained()
-    before, go = state_of(model), threading.Event()
-    file_data = checkpoint_save.file_data
-
-    def waits(value: Any) -> Any:
-        assert go.wait(30)
-        return file_data(value)
-
-    monkeypatch.setattr(checkpoint_save, "file_data", waits)
-    pending = save(tmp_path, model, optimizer, {"step": 1}, asynchronous=True)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    assert not pending.done()
-    assert latest(tmp_path) is None
-    go.set()
-    assert pending.wait().path == latest(tmp_path)
-    load(pending, model, optimizer)
-    assert_same(state_of(model), before)
-    assert optimizer.state[model.first.weight]["step"] == 1
-
-
 def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
     model, _ = trained()
     admitted = torch.serialization.safe_globals([type(Path()), (type(Path()), "pathlib.PosixPath")])
