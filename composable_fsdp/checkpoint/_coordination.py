@@ -9,6 +9,7 @@ The second half is the error texts of wrong arguments, and of what all ranks fou
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import pickle
@@ -262,17 +263,18 @@ def meet(function: Callable[..., object], check: Callable[[], Arguments], timeou
 
     Raises:
         CheckpointError: ranks did not come in time or made another call, also one with other arguments. The text shows
-            the call of each on every rank that came, without keyword arguments that are false. Or the earlier
+            the call of each on every rank that came, without keyword arguments that are the default. Or the earlier
             save failed and its error has not been raised yet.
         Exception: ``check`` raised it, on all ranks alike.
     """
     try:
         given, arguments = check()
-        shown = [*map(repr, given), *(f"{name}={value!r}" for name, value in arguments.items() if value)]
+        usual: Mapping[str, object] = cast(Any, inspect.unwrap(function)).__kwdefaults__
+        shown = [*map(repr, given), *(f"{name}={v!r}" for name, v in arguments.items() if v != usual[name])]
     except Exception as error:
         _join(f"a call that raised {said(error)}", timeout)
         raise
-    call = f"{function.__name__}({', '.join(shown)})"
+    call = f"{function.__name__}({', '.join(shown)})" if shown else function.__name__
     ranks = _join(call, timeout)
     ranks.agree(f"the save before {call}", finish_earlier)
     return ranks
