@@ -161,5 +161,5 @@ def test_settings_by_parameter_that_make_no_group_and_flattened_state_in_memory_
     fewer = torch.optim.AdamW(list(model.parameters())[:2], amsgrad=True)
     with all_ranks_raise(r"param_group of head\.state\.bias: members: 1"):
         load(tmp_path / "flat", model, fewer)
-    with all_ranks_raise(r"torch made it with flatten_optimizer_state_dict=True\. Pass one without"):
+    with all_ranks_raise("a state dict of an optimizer has 'state' and 'param_groups'; this one has not"):
         load_optimizer_state_dict(*wanted, state_by_torch(*wanted, flat=True)["optimizer"])
