@@ -223,9 +223,7 @@ def only_some(folder: Path) -> None:
             assert text.startswith(
                 f"save({name}, step=2): rank 1 did not make this call, and cannot any more.\n  rank 1 waits in "
             )
-            assert text.endswith(
-                "(1 step done)\nAll 2 ranks of the default process group must make it."
-            )
+            assert text.endswith("(1 step done)\nAll 2 ranks of the default process group must make it.")
         train(model, optimizer, task, range(1, 2), 2)
         assert save(folder, model, step=3).path == latest(folder)
         if rank == 1:
