@@ -1,6 +1,6 @@
 """Compares the peaks of memory that ``plan`` predicts with those that ``memory.py`` counts, and times a large plan.
 
-    OMP_NUM_THREADS=1 python benchmarks/plan_accuracy.py [--large [--picture FILE]]
+    OMP_NUM_THREADS=1 python benchmarks/plan_accuracy.py [--large]
 
 Each row of ``memory.py`` for this library is predicted by ``plan`` with the model, batch, mesh, dtypes and optimizer of
 that row. Rows with ``waits`` ``host`` are counted by torch's profiler on real tensors. ``--large`` measures the time
@@ -37,15 +37,12 @@ from composable_fsdp import MixedPrecisionPolicy
 from composable_fsdp.plan import plan
 from composable_fsdp.wrap import transformer_blocks
 from models import Decoder
-from plan_accuracy import draw
 begin = time.perf_counter()
 made = plan(
     Decoder.llama_70b, "1x4096", mesh="1024", policy=transformer_blocks(),
     mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), recompute=RECOMPUTE,
 )
 seconds = time.perf_counter() - begin
-if PICTURE:
-    draw(made, PICTURE)
 print(json.dumps({
     "model": made.model, "parameters": made.parameters, "ranks": made.mesh, "recompute": RECOMPUTE,
     "fits an H100": made.fits, "peak GB": made.peak_bytes / 1e9, "step s": made.seconds, "plan s": seconds,
@@ -66,7 +63,7 @@ def predicted(case: Case, ranks: int, *, waits: str, bf16: bool) -> Plan:
 
     return plan(
         build,
-        lambda: batch_of(case, bf16=bf16),
+        batch_of(case, bf16=bf16),
         mesh=str(ranks),
         device=ACCELERATORS["h100-80gb" if waits == "streams" else "cpu"],
         optimizer=partial(torch.optim.SGD, lr=1e-4),
@@ -112,44 +109,22 @@ def on_many_ranks(ranks: int) -> dict[str, Any]:
     return row | compared((made.peak_bytes - idle) / MB, (peak - before) / MB)
 
 
-def large(*, recompute: bool, picture: Path | None = None) -> dict[str, Any]:
-    """Plan a model of the shape of Llama 3 70B in a process of its own, and draw it if ``picture`` is given."""
-    code = LARGE.replace("RECOMPUTE", str(recompute)).replace("PICTURE", repr(picture and str(picture)))
+def large(*, recompute: bool) -> dict[str, Any]:
+    """Plan a model of the shape of Llama 3 70B in a process of its own."""
+    code = LARGE.replace("RECOMPUTE", str(recompute))
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=300
     )
     return json.loads(done.stdout)
 
 
-def draw(made: Plan, path: str) -> None:
-    """Draw the memory of a plan over the computation, and its streams over the predicted time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    memory, lanes = figure.subplots(2, 1, height_ratios=(2, 1))
-    title = f"{made.model} on {made.mesh} ranks"
-    memory.set(title=title, ylabel="GiB", xlabel="ms of computation: optimizer, forward, backward")
-    series = [[held[place] / 2**30 for _, held in made.curve] for place in range(len(made.rows))]
-    memory.stackplot([1e3 * at for at, _ in made.curve], series, labels=[row.name for row in made.rows])
-    memory.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    streams = ("compute", "gather", "reduce", "replicate")
-    for place, lane in enumerate(streams):
-        bars = [(1e3 * each.begin, 1e3 * (each.end - each.begin)) for each in made.spans if each.stream == lane]
-        lanes.broken_barh(bars, (place - 0.4, 0.8), facecolors=f"C{place}", edgecolors="white", linewidth=0.3)
-    lanes.set_yticks(range(len(streams)), streams)
-    lanes.set(xlabel="ms of forward and backward, predicted")
-    lanes.invert_yaxis()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--large", action="store_true", help="time a plan of 70 B at 1024 ranks instead")
-    options.add_argument("--picture", type=Path, help="with --large: draw the plan with recomputation to this file")
     arguments = options.parse_args()
     torch.set_num_threads(1)
     if arguments.large:
-        plans = [large(recompute=False), large(recompute=True, picture=arguments.picture)]
+        plans = [large(recompute=False), large(recompute=True)]
         publish("plans of a large model", {}, list(plans[0]), plans, arguments.out)
         return
     names = ["experts"] if arguments.quick else ["gpt-256", "gpt-32", "experts"]

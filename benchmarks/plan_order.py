@@ -104,7 +104,6 @@ def this_core() -> Accelerator:
         gbit=LINK.mbit / 1e3,
         latency_us=1e3 * LINK.delay_ms + 200,
         has_streams=False,
-        source="measured",
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import NoReturn
 
 __all__ = [
     "ArgumentTypeError",
@@ -35,12 +34,6 @@ __all__ = [
     "UntestedTorchWarning",
     "printable",
 ]
-
-
-def __getattr__(name: str) -> NoReturn:
-    if name == "StorageError":  # an AttributeError would lose its text in ``from composable_fsdp.errors import``
-        raise ImportError(f"{name} is gone: offload_optimizer keeps state in host memory, and writes no files.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def printable(text: str, kept: str = "\n\t") -> str:

@@ -86,9 +86,7 @@ if TYPE_CHECKING:
     from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, message_limit, newton_schulz_cost
     from composable_fsdp.optim._owner_units import Slot, Tiling, Unit, axis_cuts, tiling_of
     from composable_fsdp.plan import dry_run
-    from composable_fsdp.plan.known_accelerators import KnownAccelerator
-    from composable_fsdp.plan.make_plan import pinned_waste
-    from composable_fsdp.plan.simulate import CollectiveCost, Costs, GroupSpec, simulate
+    from composable_fsdp.plan.simulate import GroupSpec, simulate
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
     from composable_fsdp.plugins.checks.model_check import Values, differing_starts, equal_shards

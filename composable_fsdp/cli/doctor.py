@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from composable_fsdp._consistency.rank_report import MOST_RANKS, format_ranks
+from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp.cli import printing
 from composable_fsdp.errors import ConfigurationError
 
@@ -23,20 +23,15 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _LEAVE_SECONDS = 5.0
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMEL = 1 << 20
-_MOST = {"MASTER_PORT": 1 << 16}
-"""Bounds of variables that are no numbers of ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of a check on ``ranks``, or on all ranks if it is empty. A job cannot run with an ``"error"``."""
 
     severity: str
     check: str
     text: str
-    remedy: str = ""
     ranks: tuple[int, ...] = ()
 
 
@@ -59,18 +54,19 @@ def doctor(timeout: float, as_json: bool) -> int:
     """
     if not timeout >= 1:
         raise ConfigurationError(f"--timeout must be at least 1 second, not {timeout:g}.")
-    launch = list(check_launch(os.environ))
-    rank, ranks = _number(os.environ, "RANK", 0), _number(os.environ, "WORLD_SIZE", 1)
-    if ranks == 1 or any(each.severity == "error" for each in launch):
-        speaker, found = rank, list(check_versions({rank: versions()}))
+    found, shows = list(check_launch(os.environ)), True
+    if any(each.severity == "error" for each in found) or "RANK" not in os.environ:
+        found += check_versions({0: versions()})
     else:
-        speaker, found = _meet(rank, ranks, timeout)
-    found = launch + found
-    if rank == speaker:
-        if as_json:
-            printing.show_json(list(map(asdict, found)))
-        else:
-            _show(found)
+        speaker, others = _meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
+        shows = speaker == int(os.environ["RANK"])
+        found += others
+    if shows and as_json:
+        printing.show_json([each._asdict() for each in found])
+    elif shows:
+        ranks = [format_ranks(each.ranks).partition(" ")[2] if each.ranks else "all" for each in found]
+        rows = [(each.severity, each.check, which, each.text) for each, which in zip(found, ranks, strict=True)]
+        printing.show(printing.text_table(("", "check", "ranks", "found"), rows, ()))
     return int(any(each.severity == "error" for each in found))
 
 
@@ -81,15 +77,14 @@ def _meet(rank: int, ranks: int, seconds: float) -> tuple[int, list[Finding]]:
     from composable_fsdp.plugins.shared_memory.connect import host_identity
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    hosts_store = rank == 0 and not has_agent
+    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     limit = timedelta(seconds=seconds)
     try:
         base = dist.TCPStore(address, port, ranks, hosts_store, limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
-        text = f"rank {rank} does not reach the store at {address}:{port}: {printing.first_line(str(error))}"
-        remedy = "start rank 0, open its port in the firewall, and give MASTER_ADDR as other hosts know it"
-        return rank, [Finding("error", "network", text, remedy, (rank,))]
+        text = f"rank {rank} does not reach the store at {address}:{port}: {printing.first_line(str(error))}. "
+        remedy = "Start rank 0, open its port in the firewall, and give MASTER_ADDR as other hosts know it"
+        return rank, [Finding("error", "network", text + remedy, (rank,))]
     store = dist.PrefixStore(f"composable_fsdp doctor {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
     found = examine_ranks(store, rank, ranks, seconds, host_identity() or socket.gethostname())
     store.add("left", 1)
@@ -113,10 +108,9 @@ def examine_ranks(store: dist.Store, rank: int, ranks: int, seconds: float, host
     told = {"rank": rank, "host": host, "versions": versions(), "problem": problem, "seconds": taken}
     verdict = StoreRendezvous("doctor", rank, range(ranks)).meet(store, json.dumps(told), 2 * seconds)
     if verdict.missing:
-        text = f"{format_ranks(verdict.missing)} did not come to the all-reduce within {seconds:g} s"
-        remedy = "look at the output and the host of these ranks: not started, ended, stopped or cut off"
+        text = f"{format_ranks(verdict.missing)} did not come to the all-reduce within {seconds:g} s: not started, "
         speaker = min(set(range(ranks)) - set(verdict.missing))
-        return speaker, [Finding("error", "ranks", text, remedy, tuple(verdict.missing))]
+        return speaker, [Finding("error", "ranks", f"{text}ended, stopped or cut off", tuple(verdict.missing))]
     notes = sorted(map(json.loads, verdict.notes), key=lambda note: note["rank"])
     return 0, [*check_versions({note["rank"]: note["versions"] for note in notes}), *check_ranks(notes)]
 
@@ -132,15 +126,9 @@ def _all_reduce(store: dist.Store, rank: int, ranks: int, seconds: float) -> tup
         group.allreduce([ones.clone()]).wait()  # the first one connects
         begin = time.perf_counter()
         group.allreduce([ones]).wait()
-        taken = time.perf_counter() - begin
+        return "", time.perf_counter() - begin
     except RuntimeError as error:
         return printing.first_line(str(error)) or type(error).__name__, 0.0
-    if not ones.eq(ranks).all():
-        return f"the sum of ones over {ranks} ranks is {ones.min():g} to {ones.max():g}", taken
-    return "", taken
-
-
-# -- checks
 
 
 def versions() -> dict[str, str]:
@@ -157,34 +145,31 @@ def check_launch(environment: Mapping[str, str]) -> Iterator[Finding]:
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         yield Finding("ok", "launch", "one process. Under torchrun, doctor also checks that ranks reach each other")
         return
-    ranks = (_number(environment, "RANK", 0),)
-    problems = [f"{name} is not set" for name in _NEEDED if name not in environment]
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    problems = [f"{name} is not set" for name in needed if name not in environment]
     problems += [
-        f"{name}={environment[name][:50]} is not a number below {_MOST.get(name, MOST_RANKS)}"
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-        if name in environment and _number(environment, name, -1) < 0
+        f"{name}={environment[name][:50]} is not a number"
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+        if name in environment and not re.fullmatch(r"\d{1,9}", environment[name])
     ]
-    for low, high in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        first, second = _number(environment, low, 0), _number(environment, high, 1 << 62)
-        if first >= second:
-            problems.append(f"{low}={first} must be less than {high}={second}")
+    if not problems and int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
+        problems.append(f"RANK={environment['RANK']} must be less than WORLD_SIZE={environment['WORLD_SIZE']}")
     for problem in problems:
-        yield Finding("error", "launch", problem, "torchrun --nproc-per-node N sets all of them", ranks)
+        yield Finding("error", "launch", f"{problem}: torchrun --nproc-per-node N sets all of them")
     if not problems:
-        here, store = environment.get("LOCAL_WORLD_SIZE", "1"), ":".join(environment[name] for name in _NEEDED[2:])
-        yield Finding("ok", "launch", f"{environment['WORLD_SIZE']} ranks, {here} here, store at {store}")
+        store = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        yield Finding("ok", "launch", f"{environment['WORLD_SIZE']} ranks, store at {store}")
 
 
 def check_versions(by_rank: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
     """Yield the versions of packages, and which differ between ranks."""
     for name in next(iter(by_rank.values())):
         found = _grouped({rank: each[name] for rank, each in by_rank.items()})
-        text = ", ".join(f"{version} on {format_ranks(ranks)}" for version, ranks in found.items())
         if len(found) == 1:
             yield Finding("ok", "versions", f"{name} {next(iter(found))}")
         else:
-            severity = "error" if name in ("torch", "composable_fsdp") else "warning"
-            yield Finding(severity, "versions", f"{name} differs: {text}", "install the same everywhere")
+            text = ", ".join(f"{version} on {format_ranks(ranks)}" for version, ranks in found.items())
+            yield Finding("error", "versions", f"{name} differs: {text}. Install the same everywhere")
 
 
 def check_ranks(notes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -194,8 +179,8 @@ def check_ranks(notes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     yield Finding("ok", "hosts", text)
     problems = _grouped({note["rank"]: note["problem"] for note in notes if note["problem"]})
     for problem, ranks in problems.items():
-        remedy = "GLOO_SOCKET_IFNAME with an interface on which all ranks reach each other"
-        yield Finding("error", "all-reduce", f"failed over gloo on {format_ranks(ranks)}: {problem}", remedy, ranks)
+        remedy = "Set GLOO_SOCKET_IFNAME to an interface on which all ranks reach each other"
+        yield Finding("error", "all-reduce", f"failed over gloo on {format_ranks(ranks)}: {problem}. {remedy}", ranks)
     if not problems:
         slowest = max(note["seconds"] for note in notes)
         speed = f"{1e3 * slowest:.1f} ms, {4e-9 * _NUMEL / slowest:.2f} GB/s"
@@ -205,20 +190,3 @@ def check_ranks(notes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 def _grouped(by_rank: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each text."""
     return {text: tuple(rank for rank in by_rank if by_rank[rank] == text) for text in by_rank.values()}
-
-
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return a variable, or ``default`` if it is missing, no number, or larger than any that a job has."""
-    text, most = environment.get(name, ""), _MOST.get(name, MOST_RANKS)
-    return int(text) if text.isdecimal() and len(text) < 10 and int(text) < most else default
-
-
-def _show(found: Sequence[Finding]) -> None:
-    rows = []
-    for each in found:
-        ranks = format_ranks(each.ranks).partition(" ")[2] if each.ranks else "all"
-        rows.append((each.severity, each.check, ranks, each.text))
-        rows += [("", "", "", f"→ {each.remedy}")] if each.remedy else []
-    printing.show(printing.text_table(("", "check", "ranks", "found"), rows, ()))
-    errors, warnings = (sum(each.severity == kind for each in found) for kind in ("error", "warning"))
-    printing.show(f"{printing.count(errors, 'error')}, {printing.count(warnings, 'warning')}")

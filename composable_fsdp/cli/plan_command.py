@@ -1,20 +1,18 @@
 """``plan``: whether a model fits on its accelerators and how fast it trains, before a run.
 
-``composable_fsdp.plan`` is imported when the command runs: some builds of torch log that they miss triton when it is.
-The help needs no torch.
+``composable_fsdp.plan`` is imported when the command runs: the help needs no torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from composable_fsdp.cli import printing
@@ -30,6 +28,11 @@ _POLICIES = {"blocks": "transformer_blocks", "modules": "every_module", "none": 
 _RESHARD = {"auto": None, "true": True, "false": False}
 _OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_RECOMPUTED = {"recompute": True, "reshard": "true"}
+_OTHER_OPTIONS: tuple[dict[str, Any], ...] = (
+    *({"reshard": "true"}, {"recompute": True, "reshard": "false"}, _RECOMPUTED, {**_RECOMPUTED, "offload": True}),
+)
+"""What is tried if a model does not fit: what costs the least time comes first."""
 _FIGURES = ("tflops", "gbit", "gib", "ranks_per_host")
 
 
@@ -56,40 +59,24 @@ def add_commands(commands: printing.Commands) -> None:
     add("--sharded", action="store_true", help="FUNCTION calls fully_shard itself")
 
 
-def plan_model(model: str, batch: str, mesh: str, device: str, as_json: bool, **given: Any) -> int:
+def plan_model(model: str, as_json: bool, **given: Any) -> int:
     """Tell if a model fits and how fast it would train, without its memory and without other ranks.
 
     Builds the model and runs it on tensors without memory, on one core. Exit code 1 if it does not fit. Then the last
-    line is the cheapest set of options that fits: the one with the shortest step.
+    line has options with which it fits, if there are any.
 
     Example: composable-fsdp plan train.py:build --batch 4x2048 --mesh 8x64 --device h100-80gb
     """
-    if batch.isdecimal():
+    if given["batch"].isdecimal():
+        tokens = given["batch"]
         raise ConfigurationError(
-            f"--batch {batch} has one number, but BATCHxTOKENS is expected, such as 1x{batch}. A batch of one dim is "
-            f"{batch}:int64."
+            f"--batch {tokens} has one number, but BATCHxTOKENS is expected, such as 1x{tokens}. A batch of one dim is "
+            f"{tokens}:int64."
         )
-    with _only_own_warnings():
-        import torch
-
-        from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, plan, wrap
-        from composable_fsdp.plan.known_accelerators import as_accelerator
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are about a run, and this is none
         build = builder_of(model)
-        figures = {name: given[name] for name in _FIGURES if given[name] is not None}
-        options: dict[str, Any] = {"mesh": mesh, "device": replace(as_accelerator(device), **figures)}
-        options["optimizer"] = getattr(torch.optim, _OPTIMIZERS[given["optimizer"]])
-        # Without recomputation less memory is needed only if parameters were kept after forward.
-        every: dict[str, Sequence[Any]] = {"recompute": [False, True] if given["reshard"] == "false" else [True]}
-        if not given["sharded"]:
-            if policy := _POLICIES[given["policy"]]:
-                options["policy"] = getattr(wrap, policy)()
-            options["reshard_after_forward"] = _RESHARD[given["reshard"]]
-            options["mp_policy"] = MixedPrecisionPolicy(getattr(torch, _DTYPES[given["dtype"]]), torch.float32)
-            options["offload_policy"] = CPUOffloadPolicy() if given["offload"] else None
-            every["reshard_after_forward"] = [True, False]
-        options = {name: value for name, value in options.items() if value is not None}
-        made = plan.plan(build, batch, recompute=given["recompute"], **options)
+        made = _plan(build, given)
         if as_json:
             printing.show_json(made.as_dict())
             return int(not made.fits)
@@ -98,45 +85,42 @@ def plan_model(model: str, batch: str, mesh: str, device: str, as_json: bool, **
             return 0
         sys.stdout.flush()
         printing.show_error("planning with other options, which takes as long for each ...")
-        tried = plan.sweep(build, batch, every, **options)
-        if not (tried[0][1].fits or given["sharded"] or given["offload"]):
-            every |= {"reshard_after_forward": [True], "offload_policy": [CPUOffloadPolicy()]}
-            tried = plan.sweep(build, batch, every, **options)
-    printing.show(f"\n{_cheapest(*tried[0])}")
+        for changes in ({"recompute": True},) if given["sharded"] else _OTHER_OPTIONS:
+            tried = _plan(build, given | changes)
+            if tried.fits:
+                flags = [f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items()]
+                step = f"{1e3 * tried.seconds:.0f} ms per step"
+                printing.show(f"\nfits with {' '.join(flags)}: {tried.memory_text()}, {step}")
+                return 1
+    printing.show(
+        "\nno set of --recompute, --reshard and --offload fits: take more ranks (--mesh), or a smaller --batch"
+    )
     return 1
 
 
-def _cheapest(settings: Mapping[str, Any], made: Plan) -> str:
-    """Return the last line: the options of the fastest of the plans that fit, or that none fits."""
-    from composable_fsdp.plan.plan_values import size_text, time_text
+def _plan(build: Callable[[], nn.Module], given: Mapping[str, Any]) -> Plan:
+    import torch
 
-    if not made.fits:
-        return "no set of --recompute, --reshard and --offload fits: take more ranks (--mesh), or a smaller --batch"
-    flags = ["--recompute"] * settings["recompute"] + ["--offload"] * ("offload_policy" in settings)
-    if "reshard_after_forward" in settings:
-        flags.append(f"--reshard {str(settings['reshard_after_forward']).lower()}")
-    memory, step = size_text(made.peak_bytes), time_text(made.seconds)
-    text = " ".join(flags) or "without --recompute"
-    return f"cheapest set that fits: {text} ({memory}, {100 * made.share:.0f} %, {step} per step)"
+    from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, plan, wrap
+    from composable_fsdp.plan.known_accelerators import as_accelerator
 
-
-@contextmanager
-def _only_own_warnings() -> Iterator[None]:
-    """Silence warnings and logs of other libraries: they are about a run, and this is none."""
-
-    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-        if category.__module__.startswith("composable_fsdp."):
-            printing.show_error(f"warning: {message}")
-
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("default")
-            warnings.showwarning = show
-            yield
-    finally:
-        logging.disable(level)
+    figures = {name: given[name] for name in _FIGURES if given[name] is not None}
+    options: dict[str, Any] = {}
+    if not given["sharded"]:
+        policy = _POLICIES[given["policy"]]
+        options["policy"] = getattr(wrap, policy)() if policy else None
+        options["reshard_after_forward"] = _RESHARD[given["reshard"]]
+        options["mp_policy"] = MixedPrecisionPolicy(getattr(torch, _DTYPES[given["dtype"]]), torch.float32)
+        options["offload_policy"] = CPUOffloadPolicy() if given["offload"] else None
+    return plan.plan(
+        build,
+        given["batch"],
+        mesh=given["mesh"],
+        device=replace(as_accelerator(given["device"]), **figures),
+        optimizer=getattr(torch.optim, _OPTIMIZERS[given["optimizer"]]),
+        recompute=given["recompute"],
+        **{name: value for name, value in options.items() if value is not None},
+    )
 
 
 def builder_of(text: str) -> Callable[[], nn.Module]:
@@ -148,23 +132,17 @@ def builder_of(text: str) -> Callable[[], nn.Module]:
         ConfigurationError: there is no such function, or the file cannot be imported.
     """
     path, _, name = text.rpartition(":")
-    if not path:
-        raise ConfigurationError(f"{text!r} is no FILE.py:FUNCTION.")
-    is_file = path.endswith(".py")
-    if is_file and not Path(path).is_file():
-        raise ConfigurationError(f"there is no file {path}.")
-    found: Any
     try:
-        if is_file:
+        if path.endswith(".py"):
             sys.path.insert(0, str(Path(path).resolve().parent))
-            found = runpy.run_path(path, run_name="<plan>").get(name.split(".")[0])
+            found: Any = SimpleNamespace(**runpy.run_path(path, run_name="<plan>"))
         else:
-            found = getattr(importlib.import_module(path), name.split(".")[0], None)
+            found = importlib.import_module(path)
+        for inner in name.split("."):
+            found = getattr(found, inner)
     except Exception as error:
         reason = f"{type(error).__name__}: {printing.first_line(str(error))}"
-        raise ConfigurationError(f"{path} cannot be imported: {reason}") from error
-    for inner in name.split(".")[1:]:
-        found = getattr(found, inner, None)
+        raise ConfigurationError(f"{text!r} is no FILE.py:FUNCTION or MODULE:FUNCTION: {reason}") from error
     if not callable(found):
         raise ConfigurationError(f"{path} has no function {name!r}.")
     build: Callable[[], nn.Module] = found

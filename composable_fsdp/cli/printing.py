@@ -9,20 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO, TypeAlias
 
-from composable_fsdp._text import count, text_table
+from composable_fsdp._text import text_table
 from composable_fsdp.errors import printable
 
-__all__ = [
-    "Commands",
-    "add_command",
-    "count",
-    "first_line",
-    "show",
-    "show_error",
-    "show_json",
-    "size_text",
-    "text_table",
-]
+__all__ = ["Commands", "add_command", "first_line", "show", "show_error", "show_json", "text_table"]
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -48,16 +38,6 @@ def add_command(
 
 def first_line(text: str) -> str:
     return text.split("\n", 1)[0]
-
-
-def size_text(nbytes: int) -> str:
-    """Return a number of bytes with a unit, a power of 1000."""
-    size = float(nbytes)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{nbytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:,.1f} TB"
 
 
 def show(text: str) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._core.hooks import root_of, states_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.state import FSDPState
@@ -19,8 +18,6 @@ from composable_fsdp._text import count, text_table
 from composable_fsdp.policies import ReshardKind
 
 _AFTER_FORWARD = {ReshardKind.ALWAYS: "free", ReshardKind.NEVER: "keep", ReshardKind.SMALLER: "keep 1/{}"}
-_LARGE_FRACTION = 0.5
-"""Fraction of all bytes above which one group is too large: all of it is unsharded while a module of it computes."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,7 @@ class GroupDescription:
         meshes: the distinct meshes of its parameters: device type, and sizes with the names of mesh dims, if any.
         dtypes: for each kind of parameter: the dtypes of sharded parameters, of computation and of gradient reduction.
         after_forward: what happens to the unsharded parameters.
-        strategy: the strategy that mesh and ``reshard_after_forward`` amount to.
         tied: the names of each parameter with several, the one it belongs to within the group first.
-        owners: the number of modules that have its parameters. A group of one module cannot be divided.
     """
 
     names: tuple[str, ...]
@@ -53,9 +48,7 @@ class GroupDescription:
     meshes: tuple[str, ...]
     dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
     after_forward: str
-    strategy: ShardingStrategy
     tied: tuple[tuple[str, ...], ...]
-    owners: int
 
     @property
     def label(self) -> str:
@@ -78,18 +71,10 @@ class ModelDescription:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Totals and probable mistakes that the table does not show."""
+        """Totals, and the parameters in no group."""
         total = sum(group.bytes for group in self.groups)
         per_rank = sum(group.bytes_per_rank for group in self.groups)
         notes = [f"{count(len(self.groups), 'group')}, {_size(total)} in full, {_size(per_rank)} on this rank."]
-        largest = max(self.groups, key=lambda group: group.bytes)
-        shards = largest.strategy is not ShardingStrategy.NO_SHARD
-        if shards and largest.owners > 1 and largest.bytes > _LARGE_FRACTION * total:
-            notes.append(
-                f"Warning: {largest.label} holds {largest.bytes / total:.0%} of all bytes, and is in memory in full "
-                "whenever any of it computes. Make groups of modules in it, for example with "
-                "policy=composable_fsdp.wrap.transformer_blocks()."
-            )
         if self.unsharded:
             names = ", ".join(list(self.unsharded)[:5]) + (", ..." if len(self.unsharded) > 5 else "")
             notes.append(
@@ -147,9 +132,7 @@ def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupD
         meshes=tuple(dict.fromkeys(map(_mesh, [p.sharding.mesh for p in parameters] or [state.group.axes.mesh]))),
         dtypes=tuple(dict.fromkeys((s.dtype, s.compute_dtype, s.reduce_dtype) for s in specs)),
         after_forward=_AFTER_FORWARD[_reshard_kind(state)].format(state.options.reshard.mesh_size),
-        strategy=_strategy(state),
         tied=tuple(_names(p, places) for p in (*parameters, *used) if len(p.owners) > 1),
-        owners=len({owner for p in parameters for owner, _ in p.owners}),
     )
 
 
@@ -171,19 +154,10 @@ def _mesh(mesh: DeviceMesh) -> str:
     return f"{mesh.device_type} {' x '.join(sizes)}"
 
 
-def _strategy(state: FSDPState) -> ShardingStrategy:
-    frees = state.options.reshard.kind is not ReshardKind.NEVER
-    if all(pgs.axes.shard.size == 1 for pgs in state.group.process_groups):
-        return ShardingStrategy.NO_SHARD
-    if any(pgs.replicate.size > 1 for pgs in state.group.process_groups):
-        return ShardingStrategy.HYBRID_SHARD if frees else ShardingStrategy.HYBRID_SHARD_ZERO2
-    return ShardingStrategy.FULL_SHARD if frees else ShardingStrategy.SHARD_GRAD_OP
-
-
 # -- as text
 
 _NUMBERS = ("parameters", "bytes", "per rank")
-_COMMON_COLUMNS = ("placement", "mesh", "dtypes (rest, compute, reduce)", "strategy")
+_COMMON_COLUMNS = ("placement", "mesh", "dtypes (rest, compute, reduce)")
 
 
 def _merge_repeated(groups: Sequence[GroupDescription]) -> list[GroupDescription]:
@@ -211,7 +185,6 @@ def _cells(group: GroupDescription) -> dict[str, str]:
         "mesh": "; ".join(group.meshes),
         "dtypes (rest, compute, reduce)": "; ".join(kinds),
         "after forward": group.after_forward,
-        "strategy": group.strategy.name,
         "tied": "; ".join(" = ".join(names) for names in group.tied),
     }
 

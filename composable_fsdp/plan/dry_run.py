@@ -9,103 +9,45 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
 
 from composable_fsdp._core.backward import GroupReduction
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.group_plan import (
-    Event,
-    GradientOperation,
-    Hook,
-    ParameterOperation,
-    ParameterState,
-)
+from composable_fsdp._core.group_plan import Event, GradientOperation, Hook, ParameterOperation, ParameterState
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import OBSERVERS, Observer
-from composable_fsdp._core.state import (
-    BackwardWrappers,
-    ForwardCall,
-    ForwardRecord,
-    FSDPState,
-    Options,
-    alive,
-    find_state,
-)
-from composable_fsdp.errors import MissingNameError
+from composable_fsdp._core.state import BackwardWrappers, ForwardCall, ForwardRecord, FSDPState, alive, find_state
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Launch one all-gather of ``groups``. Groups that are unsharded or in flight already are left out."""
+class Action(NamedTuple):
+    """What the launcher is told at an event.
 
-    groups: tuple[str, ...]
+    Args:
+        verb: ``"gather"`` launches one all-gather, without groups that are unsharded or in flight already. ``"wait"``
+            waits for it and registers the unsharded parameters; ``"free"`` registers the sharded ones and frees the
+            unsharded; ``"shrink"`` frees all but a slice, from which ``count`` neighbouring ranks gather them again.
+            ``"reduce"`` launches one reduction, and ``"wait for"`` completes the oldest ``count`` in flight.
+        groups: the names of its groups.
+        count: see ``verb``.
+        is_partial: the reduction ends after the shard axis, and its sums are kept.
+    """
 
-    def __str__(self) -> str:
-        return f"gather {', '.join(self.groups)}"
-
-
-@dataclass(frozen=True, slots=True)
-class _OnGroup:
-    """An action on one group."""
-
-    group: str
+    verb: str
+    groups: tuple[str, ...] = ()
+    count: int = 0
+    is_partial: bool = False
 
     def __str__(self) -> str:
-        return f"{type(self).__name__.lower()} {self.group}"
-
-
-class Wait(_OnGroup):
-    """Wait for the all-gather of ``group`` and register its unsharded parameters."""
-
-    __slots__ = ()
-
-
-class Free(_OnGroup):
-    """Register the sharded parameters of ``group`` and free the unsharded ones."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Shrink:
-    """Free ``group`` except for a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
-
-    group: str
-    mesh_size: int
-
-    def __str__(self) -> str:
-        return f"shrink {self.group} to {self.mesh_size} ranks"
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Launch one reduction of ``groups``; a partial one ends after the shard axis, and its sums are kept."""
-
-    groups: tuple[str, ...]
-    partial: bool = False
-
-    def __str__(self) -> str:
-        where = " over the shard axis" if self.partial else ""
-        return f"reduce {', '.join(self.groups)}{where}"
-
-
-@dataclass(frozen=True, slots=True)
-class WaitReduce:
-    """Complete the oldest ``count`` reductions in flight and set their gradients."""
-
-    count: int
-
-    def __str__(self) -> str:
-        return f"wait for {self.count} reduction{'s' if self.count > 1 else ''}"
-
-
-Action: TypeAlias = Gather | Wait | Free | Shrink | Reduce | WaitReduce
+        if self.verb == "wait for":
+            return f"wait for {self.count} reduction{'s' if self.count > 1 else ''}"
+        where = f" to {self.count} ranks" if self.verb == "shrink" else " over the shard axis" * self.is_partial
+        return f"{self.verb} {', '.join(self.groups)}{where}"
 
 
 class Step(NamedTuple):
@@ -115,33 +57,20 @@ class Step(NamedTuple):
     actions: tuple[Action, ...]
 
 
-@dataclass(frozen=True, repr=False)
-class Schedule:
+class Schedule(tuple[Step, ...]):
     """The actions at each event of a forward and its backward, as this rank performs them.
 
     Invariants: a group is waited for before its modules compute, and freed or kept after. Every group is reduced once.
     A schedule without its prefetches computes the same values. ``print`` shows it as a table.
     """
 
-    steps: tuple[Step, ...]
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self.steps)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in ("choice", "options"):
-            raise MissingNameError(f"{name} of a schedule is gone: nothing is chosen by costs. Keep what you set.")
-        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-
-    def at(self, hook: Hook) -> list[Step]:
-        """Return the steps of ``hook``, in order."""
-        return [step for step in self.steps if step.event.hook is hook]
+    __slots__ = ()
 
     def __repr__(self) -> str:
-        if not self.steps:
+        if not self:
             return "(no forward has run yet, so the order of the groups is unknown)"
-        width = max(len(str(step.event)) for step in self.steps)
-        lines = (f"{step.event!s:<{width}} | {'; '.join(map(str, step.actions))}" for step in self.steps)
+        width = max(len(str(step.event)) for step in self)
+        lines = (f"{step.event!s:<{width}} | {'; '.join(map(str, step.actions))}" for step in self)
         return "\n".join(line.rstrip(" |") for line in lines)
 
 
@@ -149,7 +78,7 @@ def schedule_of(root: Root) -> Schedule:
     """Return the schedule of an ordinary step of ``root`` that begins at rest: empty before a first forward."""
     replay = Replay(root)
     replay.play()
-    return Schedule(tuple(Step(event, tuple(actions)) for event, actions in replay.steps))
+    return Schedule(Step(event, tuple(actions)) for event, actions in replay.steps)
 
 
 def _params_after_nested(state: FSDPState) -> list[int]:
@@ -162,25 +91,41 @@ def _params_after_nested(state: FSDPState) -> list[int]:
     return [i for i, p in enumerate(state.group.parameters) if any(id(module) in later for module, _ in p.owners)]
 
 
-class Replay:
-    """A root like ``real`` at rest, without tensors, on which a step is played. ``steps``: the actions of hooks."""
+_SUMS: Any = SimpleNamespace(wait=lambda: None)
+
+
+class Replay(Observer):
+    """A root like ``real`` at rest, without tensors, on which a step is played.
+
+    It is an observer of that root, which begins a step of the schedule at each hook, and its launcher, which notes each
+    action that is not done already. ``steps``: the actions of hooks.
+    """
+
+    streams: Any = None
 
     def __init__(self, real: Root) -> None:
         self.steps: list[tuple[Event, list[Action]]] = []
+        self.has_streams = real.launcher.has_streams
         self._real = real
-        self._copies = {state: copy.copy(state) for state in real.states.values()}
-        for state, dry in self._copies.items():
+        copies = {state: copy.copy(state) for state in real.states.values()}
+        for state, dry in copies.items():
             dry.group = DryGroup(state.group)
             dry.calls_under_way, dry.run, dry.open_calls, dry.backward_wrappers = [], None, 0, BackwardWrappers()
             dry.kept = dry.keeps_unsharded = None  # those of the last forward
-        for state, dry in self._copies.items():
-            dry.owner_states = tuple(self._copies[owner] for owner in state.owner_states if owner in self._copies)
-            dry.user_states = [ref(self._copies[user]) for user in alive(state.user_states) if user in self._copies]
-            dry.options = self._of_copies(state.options)
-        launcher, task = DryLauncher(self._note, has_streams=real.launcher.has_streams), cast(Any, _ReplayedTask())
-        states = {name: self._copies[state] for name, state in real.states.items()}
-        observers = (_Hooks(self.steps), *(o for o in OBSERVERS if o.is_replayed))
-        root = self._root = Root(self._copies[real.root_state], states, launcher, task, observers)
+
+        def dry_of(states: Any) -> tuple[Any, ...]:
+            return tuple(ref(copies[state]) for state in alive(states) if state in copies)
+
+        for state, dry in copies.items():
+            dry.owner_states = tuple(copies[owner] for owner in state.owner_states if owner in copies)
+            dry.user_states = list(dry_of(state.user_states))
+            names = ("forward_prefetch", "backward_prefetch")
+            chosen = {name: states for name in names if (states := getattr(state.options, name)) is not None}
+            dry.options = replace(state.options, **{name: dry_of(states) for name, states in chosen.items()})
+        states = {name: copies[state] for name, state in real.states.items()}
+        task: Any = SimpleNamespace(number=-1, outermost=-1, is_around_another=False, is_outside=False)  # autograd's
+        observers = (self, *(o for o in OBSERVERS if o.is_replayed))
+        root = self._root = Root(copies[real.root_state], states, cast(Any, self), task, observers)
         root.is_verified = True
         for dry in states.values():
             dry.root = root
@@ -188,22 +133,6 @@ class Replay:
         root.planner.fused = real.planner.fused
         root.finalization.is_last_backward = real.waits_after_backward
         root.planner.refresh()
-
-    def _of_copies(self, options: Options) -> Options:
-        """Return ``options`` with dry states in place of real ones."""
-        forward, backward = (
-            None
-            if states is None
-            else tuple(ref(self._copies[state]) for state in alive(states) if state in self._copies)
-            for states in (options.forward_prefetch, options.backward_prefetch)
-        )
-        return replace(options, forward_prefetch=forward, backward_prefetch=backward)
-
-    def _note(self, action: Action) -> None:
-        actions = self.steps[-1][1]
-        if isinstance(action, WaitReduce) and actions and isinstance(actions[-1], WaitReduce):
-            action = WaitReduce(actions.pop().count + 1)  # type: ignore[union-attr]
-        actions.append(action)
 
     def play(self) -> None:
         """Play the last forward, and a backward in which all gradients arrive."""
@@ -266,8 +195,49 @@ class Replay:
         with torch.enable_grad():
             self._root.post_forward(call)
 
+    # The observer of the dry root.
 
-_SUMS = SimpleNamespace(wait=lambda: None)
+    def before_hook(self, root: Any, hook: Hook, subject: Any) -> None:
+        name = "" if hook in (Hook.END_FORWARD, Hook.END_BACKWARD) else subject.name
+        self.steps.append((Event(hook, name), []))
+
+    # Its launcher.
+
+    def _note(self, verb: str, *groups: str, count: int = 0, is_partial: bool = False) -> None:
+        self.steps[-1][1].append(Action(verb, groups, count, is_partial))
+
+    def gather(self, groups: Sequence[Any], label: str) -> None:
+        needed = [group.name for group in groups if group.change(ParameterOperation.UNSHARD) is not None]
+        if needed:
+            self._note("gather", *needed)
+
+    def wait(self, group: Any) -> None:
+        if group.change(ParameterOperation.WAIT) is not None:
+            self._note("wait", group.name)
+
+    def free(self, group: Any) -> None:
+        if group.change(ParameterOperation.RESHARD) not in (None, ParameterState.SHRUNK):
+            self._note("free", group.name)
+
+    def shrink(self, group: Any, mesh_size: int) -> None:
+        if group.change(ParameterOperation.SHRINK) is not None:
+            self._note("shrink", group.name, count=mesh_size)
+
+    def reduce(self, reduction: GroupReduction) -> None:
+        self._note("reduce", *(member.name for member in reduction.members), is_partial=reduction.is_partial)
+        for member in reduction.members:
+            member.begin_reduction(_SUMS, is_partial=reduction.is_partial)
+
+    def start(self, reduction: GroupReduction) -> None: ...
+
+    def finish(self, reduction: GroupReduction, unread: Any = None) -> None:
+        for member in reduction.members:
+            member.end_reduction(_SUMS, is_partial=reduction.is_partial)
+        actions = self.steps[-1][1]
+        before = actions.pop().count if actions and actions[-1].verb == "wait for" else 0
+        self._note("wait for", count=before + 1)
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None: ...
 
 
 class DryGroup(ParamGroup):
@@ -287,60 +257,3 @@ class DryGroup(ParamGroup):
     def complete_gradients(self) -> None:
         """Note that all gradients of this backward have arrived."""
         self._advance_gradients(GradientOperation.READY)
-
-
-class DryLauncher:
-    """Tells ``note`` of each action of a verb that is not done already."""
-
-    def __init__(self, note: Callable[[Action], None], *, has_streams: bool) -> None:
-        self.streams: Any = None
-        self.has_streams, self._note = has_streams, note
-
-    def gather(self, groups: Sequence[Any], label: str) -> None:
-        needed = tuple(group.name for group in groups if group.change(ParameterOperation.UNSHARD) is not None)
-        if needed:
-            self._note(Gather(needed))
-
-    def wait(self, group: Any) -> None:
-        if group.change(ParameterOperation.WAIT) is not None:
-            self._note(Wait(group.name))
-
-    def free(self, group: Any) -> None:
-        if group.change(ParameterOperation.RESHARD) not in (None, ParameterState.SHRUNK):
-            self._note(Free(group.name))
-
-    def shrink(self, group: Any, mesh_size: int) -> None:
-        if group.change(ParameterOperation.SHRINK) is not None:
-            self._note(Shrink(group.name, mesh_size))
-
-    def reduce(self, reduction: GroupReduction) -> None:
-        self._note(Reduce(tuple(member.name for member in reduction.members), reduction.is_partial))
-        for member in reduction.members:
-            member.begin_reduction(cast(Any, _SUMS), is_partial=reduction.is_partial)
-
-    def start(self, reduction: GroupReduction) -> None: ...
-
-    def finish(self, reduction: GroupReduction, unread: Any = None) -> None:
-        for member in reduction.members:
-            member.end_reduction(cast(Any, _SUMS), is_partial=reduction.is_partial)
-        self._note(WaitReduce(1))
-
-    def at_end_of_backward(self, callback: Callable[[], None]) -> None: ...
-
-
-class _ReplayedTask:
-    """Autograd's task of the only backward."""
-
-    number = outermost = -1
-    is_around_another = is_outside = False
-
-
-class _Hooks(Observer):
-    """Begins a step of the schedule at each hook."""
-
-    def __init__(self, steps: list[tuple[Event, list[Action]]]) -> None:
-        self._steps = steps
-
-    def before_hook(self, root: Any, hook: Hook, subject: Any) -> None:
-        name = "" if hook in (Hook.END_FORWARD, Hook.END_BACKWARD) else subject.name
-        self._steps.append((Event(hook, name), []))

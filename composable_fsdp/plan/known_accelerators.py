@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
-from composable_fsdp.plan.simulate import CollectiveCost
+from composable_fsdp.errors import ConfigurationError
 
-KnownAccelerator = Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb", "mi300x-192gb", "cpu"]
+_MAY_BE_ZERO = ("latency_us", "per_rank_us", "reserved_gib")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +33,9 @@ class Accelerator:
         efficiency: the share of ``tflops`` and ``memory_gb_s`` that kernels reach. Estimated.
         reserved_gib: the memory that others than torch's allocator use, such as the driver and NCCL. Estimated.
         has_streams: the device computes beside collectives. Otherwise waits block the host, as on a CPU.
-        source: the origin of the figures.
 
     Raises:
-        ConfigurationError: a figure is not a positive number. Latencies and ``reserved_gib`` may be 0.
+        ConfigurationError: a figure is not positive. Latencies and ``reserved_gib`` may be 0.
     """
 
     tflops: float
@@ -56,16 +52,11 @@ class Accelerator:
     efficiency: float = 0.6
     reserved_gib: float = 1.0
     has_streams: bool = True
-    source: str = "given"
 
     def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self) if each.name not in _NOT_NUMBERS):
-            value = getattr(self, name)
-            least = "at least 0" if name in _MAY_BE_ZERO else "positive"
-            is_number = isinstance(value, int | float) and math.isfinite(value)
-            is_right = is_number and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
-            if not is_right and not (value is None and name in _OPTIONAL):
-                raise ConfigurationError(f"the {name} of an Accelerator must be a number and {least}, not {value!r}.")
+        for name, value in vars(self).items():
+            if type(value) in (int, float) and not (value > 0 or (value == 0 and name in _MAY_BE_ZERO)):
+                raise ConfigurationError(f"the {name} of an Accelerator must be positive, not {value!r}.")
 
     @property
     def bytes(self) -> int:
@@ -78,39 +69,47 @@ class Accelerator:
         memory = self.memory_gb_s * 1e9 if self.memory_gb_s else self.tflops * 1e12 / 300
         return max(flops / (1e12 * peak), nbytes / memory) / self.efficiency
 
-    def collective_cost(self, *, crosses_hosts: bool) -> CollectiveCost:
-        """Return the cost of an all-gather or a reduce-scatter between ranks of one host, or of several."""
-        gbit = self.gbit if crosses_hosts else self.link_gbit or self.gbit
-        return CollectiveCost(self.latency_us * 1e-6, gbit * 1e9 / 8, self.per_rank_us * 1e-6)
+    def copy_seconds(self, nbytes: int) -> float:
+        """Return the seconds of a copy of ``nbytes`` bytes in device memory, which are read and written."""
+        return self.seconds(0.0, 2 * nbytes, torch.float32)
+
+    def collective_seconds(self, nbytes: int, ranks: int, messages: int = 1, *, spread: int | None = None) -> float:
+        """Return the seconds of all-gathers, or of reductions, launched one after the other.
+
+        Args:
+            nbytes: the bytes of the outputs of all-gathers, or of the inputs of reductions, over all ranks.
+            ranks: the number of ranks.
+            messages: the number of collectives.
+            spread: the number of neighbouring ranks among which these are. They fill hosts in order.
+        """
+        if ranks == 1 or not nbytes:
+            return 0.0
+        gbit = self.gbit if (spread or ranks) > self.ranks_per_host else self.link_gbit or self.gbit
+        latency = 1e-6 * (self.latency_us + self.per_rank_us * (ranks - 1))
+        return messages * latency + nbytes * (ranks - 1) / ranks / (gbit * 1e9 / 8)
 
 
-_OPTIONAL = ("tflops_fp32", "memory_gb_s", "link_gbit")
-_NOT_NUMBERS = ("name", "has_streams", "source")
-_MAY_BE_ZERO = ("latency_us", "per_rank_us", "reserved_gib")
-
-_TABLE = """
-a100-80gb      312 19.5 2039  80 200 2400 256 www.nvidia.com/en-us/data-center/a100/
-h100-80gb      989   67 3350  80 400 3600 512 www.nvidia.com/en-us/data-center/h100/
-h200-141gb     989   67 4800 141 400 3600 512 www.nvidia.com/en-us/data-center/h200/
-b200-180gb    2250   75 7700 180 400 7200 512 www.nvidia.com/en-us/data-center/hgx/
-mi300x-192gb  1307  163 5300 192 400 3584 512 www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
-"""
-"""Data sheets of SXM and OAM modules: TFLOPS in bf16, without sparsity, and in fp32; GB/s of memory; GB; Gbit/s between
-hosts, with a network adapter for each device, within a host, and to its memory; the source."""
+def _known(
+    name: str, tflops: float, fp32: float, gb_s: float, gb: float, gbit: float, link: float, host: float, **more: Any
+) -> Accelerator:
+    speed = {"tflops": tflops, "tflops_fp32": fp32, "memory_gb_s": gb_s}
+    return Accelerator(name=name, **speed, gib=gb * 1e9 / 2**30, gbit=gbit, link_gbit=link, host_gbit=host, **more)
 
 
-def _known() -> Iterator[Accelerator]:
-    names = ("tflops", "tflops_fp32", "memory_gb_s", "gib", "gbit", "link_gbit", "host_gbit")
-    for name, *figures, source in map(str.split, _TABLE.strip().splitlines()):
-        given: dict[str, Any] = dict(zip(names, map(float, figures), strict=True))
-        given["gib"] *= 1e9 / 2**30  # from GB
-        yield Accelerator(**given, name=name, source=f"https://{source}")
-    cpu: dict[str, Any] = dict(zip(names, (0.05, 0.05, 10, 16, 10, 16, 100), strict=True))
-    latencies: dict[str, Any] = {"latency_us": 100, "per_rank_us": 20, "reserved_gib": 0.3}
-    yield Accelerator(**cpu, **latencies, name="cpu", has_streams=False, source="a core of a server, estimated")
-
-
-ACCELERATORS = MappingProxyType({each.name: each for each in _known()})
+_OF_CPU = {"latency_us": 100, "per_rank_us": 20, "reserved_gib": 0.3}
+_KNOWN = (
+    # Data sheets of SXM and OAM modules: TFLOPS in bf16, without sparsity, and in fp32; GB/s of memory; GB; Gbit/s
+    # between hosts, with a network adapter for each device, within a host, and to its memory.
+    # nvidia.com/en-us/data-center/a100, h100, h200, hgx; amd.com/en/products/accelerators/instinct/mi300/mi300x.html
+    _known("a100-80gb", 312, 19.5, 2039, 80, 200, 2400, 256),
+    _known("h100-80gb", 989, 67, 3350, 80, 400, 3600, 512),
+    _known("h200-141gb", 989, 67, 4800, 141, 400, 3600, 512),
+    _known("b200-180gb", 2250, 75, 7700, 180, 400, 7200, 512),
+    _known("mi300x-192gb", 1307, 163, 5300, 192, 400, 3584, 512),
+    # A core of a server, estimated.
+    _known("cpu", 0.05, 0.05, 10, 16, 10, 16, 100, has_streams=False, **_OF_CPU),
+)
+ACCELERATORS = MappingProxyType({each.name: each for each in _KNOWN})
 """The known accelerators by name, which has their memory."""
 
 
@@ -122,12 +121,10 @@ def as_accelerator(device: Accelerator | str) -> Accelerator:
     """
     if isinstance(device, Accelerator):
         return device
-    if not isinstance(device, str):
-        raise ArgumentTypeError(f"device must be an Accelerator or the name of a known one, not {device!r}.")
-    found = [each for name, each in ACCELERATORS.items() if device.lower() in (name, name.partition("-")[0])]
-    if not found:
-        raise ConfigurationError(
-            f"there are no figures for the device {device!r}. Known are {', '.join(ACCELERATORS)}; for others pass "
-            "Accelerator(tflops=, gbit=, gib=), or --tflops, --gbit and --gib to the command."
-        )
-    return found[0]
+    for name, known in ACCELERATORS.items():
+        if device in (name, name.partition("-")[0]):
+            return known
+    raise ConfigurationError(
+        f"there are no figures for the device {device!r}. Known are {', '.join(ACCELERATORS)}; for others pass "
+        "Accelerator(tflops=, gbit=, gib=), or --tflops, --gbit and --gib to the command."
+    )

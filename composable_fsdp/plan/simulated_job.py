@@ -10,17 +10,16 @@ of the prediction of the schedule.
 
 Torch has tools for both. Its ``FSDPMemTracker`` counts the same peak, but raises a ``KeyError`` if a sharded module
 does not run, and has nothing but the peak; its ``RuntimeEstimator`` needs the GPU that it predicts.
-tests/unit/test_plan.py shows both.
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -42,13 +41,11 @@ _FREE = ("_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_
 """Operations that move no data, although their schema does not mark them as views."""
 
 _ATEN = torch.ops.aten
-_FLOPS: Mapping[Any, Any] = {
-    **flop_registry,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _ATEN._scaled_dot_product_flash_attention_backward
-    ],
-}
+_FLOPS: dict[Any, Any] = dict(flop_registry)
+for _pass in ("", "_backward"):  # attention on CPU takes the operations of that on accelerators
+    _FLOPS[getattr(_ATEN, f"_scaled_dot_product_flash_attention_for_cpu{_pass}")] = flop_registry[
+        getattr(_ATEN, f"_scaled_dot_product_flash_attention{_pass}")
+    ]
 
 
 def mesh_shape(text: str) -> tuple[int, ...]:
@@ -87,13 +84,6 @@ class Streams:
         finally:
             self.current = previous
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Replace the streams and events of ``torch.cpu``."""
-        names: dict[str, Any] = {"Stream": _Stream, "Event": _Event, "stream": self.use}
-        with mock.patch.multiple(torch.cpu, **names, current_stream=lambda device=None: self.current):
-            yield
-
 
 @contextmanager
 def simulated_job(shape: tuple[int, ...], *, has_streams: bool) -> Iterator[tuple[DeviceMesh, Streams]]:
@@ -108,9 +98,11 @@ def simulated_job(shape: tuple[int, ...], *, has_streams: bool) -> Iterator[tupl
             "init_process_group, or in another process."
         )
     streams = Streams()
+    names: dict[str, Any] = {"Stream": _Stream, "Event": _Event, "stream": streams.use}
     with ExitStack() as stack:
         if has_streams:
-            stack.enter_context(streams.installed())
+            current = {"current_stream": lambda device=None: streams.current}
+            stack.enter_context(mock.patch.multiple(torch.cpu, **names, **current))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=prod(shape))
         stack.callback(dist.destroy_process_group)
         mesh = default_mesh()  # also for models that are sharded without a mesh: none can be made from fake tensors
@@ -122,33 +114,8 @@ def simulated_job(shape: tuple[int, ...], *, has_streams: bool) -> Iterator[tupl
 # -- memory and time
 
 
-class Change(NamedTuple):
-    """A change of the memory in use: of which storage, by how many bytes, where, and when."""
-
-    key: int
-    nbytes: int
-    place: str
-    seconds: float
-
-
-class Peak(NamedTuple):
-    """The largest memory of a step.
-
-    Args:
-        nbytes: the bytes at the peak by kind.
-        largest: the most bytes of each kind at any time.
-        place: where the peak is.
-        curve: the bytes of each kind over the time of computation, in seconds from the begin of the step.
-    """
-
-    nbytes: dict[str, int]
-    largest: dict[str, int]
-    place: str
-    curve: tuple[tuple[float, tuple[int, ...]], ...]
-
-
 class MemoryLedger(TorchDispatchMode):
-    """A context that counts operations.
+    """A context that counts operations, and changes of the size of storages.
 
     Attributes:
         kind: the kind of the memory that operations of modules make.
@@ -156,7 +123,8 @@ class MemoryLedger(TorchDispatchMode):
         place: where the model is, in words.
         seconds: the time of all operations so far.
         flops: their floating-point operations.
-        changes: the changes of memory since :meth:`restart`, beginning with all that was in use.
+        changes: the changes of memory since :meth:`restart`, beginning with all that was in use: the key of a storage,
+            by how many bytes, and where.
         kind_of: the kind of each storage, by its key.
     """
 
@@ -165,7 +133,7 @@ class MemoryLedger(TorchDispatchMode):
         self._accelerator, self._streams = accelerator, streams
         self.kind, self.in_runtime, self.place = "parameters", False, "sharding"
         self.seconds = self.flops = 0.0
-        self.changes: list[Change] = []
+        self.changes: list[tuple[int, int, str]] = []
         self.kind_of: dict[int, str] = {}
         self._live: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
         """The key and size of each storage by its address."""
@@ -198,29 +166,19 @@ class MemoryLedger(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._live:
-            return
-        key, size = len(self.kind_of), storage.nbytes()
-        self.kind_of[key] = "messages" if self.in_runtime else self.kind
-        self._live[address] = key, size, weakref.ref(storage, lambda _: self._end(address))
-        self._note(key, size)
+        if address not in self._live:
+            key = len(self.kind_of)
+            self.kind_of[key] = "messages" if self.in_runtime else self.kind
+            self._live[address] = key, 0, weakref.ref(storage, lambda _: self._resize(address, 0))
+            self._resize(address, storage.nbytes())
 
-    def _note(self, key: int, nbytes: int) -> None:
-        if nbytes:
-            self.changes.append(Change(key, nbytes, self.place, self.seconds))
-
-    def _end(self, address: int) -> None:
-        key, size, _ = self._live.pop(address)
-        self._note(key, -size)
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        known = self._live.get(storage._cdata)
-        if known is not None:
-            key, size, reference = known
-            self._note(key, -size)
-            self.kind_of[key] = "unsharded"  # only buffers of full parameters are resized
-            self._live[storage._cdata] = key, storage.nbytes(), reference
-            self._note(key, storage.nbytes())
+    def _resize(self, address: int, nbytes: int) -> None:
+        """Note that the storage at ``address`` has another size. One that has ended has 0 bytes."""
+        key, before, reference = self._live.pop(address)
+        if nbytes != before:
+            self.changes.append((key, nbytes - before, self.place))
+        if reference() is not None:
+            self._live[address] = key, nbytes, reference
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -229,7 +187,9 @@ class MemoryLedger(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            self._resized(storage)
+            if storage._cdata in self._live:
+                self.kind_of[self._live[storage._cdata][0]] = "unsharded"  # only buffers of full parameters are resized
+                self._resize(storage._cdata, storage.nbytes())
             return result
 
         with mock.patch.object(torch.UntypedStorage, "resize_", resize_), self:
@@ -246,24 +206,20 @@ class MemoryLedger(TorchDispatchMode):
 
     def restart(self) -> None:
         """Forget the changes so far, and note what is in use."""
-        self.changes.clear()
-        for key, size, _ in list(self._live.values()):
-            self._note(key, size)
+        self.changes = [(key, size, self.place) for key, size, _ in list(self._live.values())]
 
-    def peak(self) -> Peak:
-        """Return the peak of the changes since :meth:`restart`."""
+    def peak(self) -> tuple[dict[str, int], dict[str, int], str]:
+        """Return the bytes by kind at the peak since :meth:`restart`, the most bytes of each kind, and the place."""
         now, largest = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
         total, most, place, at_peak = 0, -1, "", now
-        curve = list[tuple[float, tuple[int, ...]]]()
-        for key, nbytes, where, seconds in self.changes:
+        for key, nbytes, where in self.changes:
             kind = self.kind_of[key]
             now[kind] += nbytes
             total += nbytes
             largest[kind] = max(largest[kind], now[kind])
             if total > most:
                 most, place, at_peak = total, where, dict(now)
-            curve.append((seconds - self.changes[0].seconds, tuple(now.values())))
-        return Peak(at_peak, largest, place, tuple(curve))
+        return at_peak, largest, place
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -69,7 +69,7 @@ for call in {calls!r}:
 """
     done = run_program(program)
     assert done.returncode == 0, done.stderr
-    for shown in ("0 errors, 0 warnings", "fits: "):
+    for shown in ("one process.", "fits: "):
         assert shown in done.stdout
 
 
@@ -105,7 +105,7 @@ print("CPU seconds:", time.process_time())
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("words", ["--version", "--help", *(f"{words} --help" for words in COMMANDS)])
+@pytest.mark.parametrize("words", ["--version", "plan --help"])
 def test_the_help_and_the_version_need_no_torch_and_a_fifth_of_a_second(words: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", WITHOUT_TORCH, *words.split()]
@@ -203,16 +203,12 @@ def test_a_program_that_ended_well_and_sharded_nothing_says_so(tmp_path, program
     assert (done.returncode, UNUSED in done.stderr) == (code, says), done.stderr
 
 
-LAUNCHED = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "head"}
-
-LAUNCHED |= {"MASTER_PORT": "29500"}
-
-BY_TORCHRUN = "torchrun --nproc-per-node N sets all of them"
-VERSIONS = {"python": "3.11.7", "torch": "2.13.0+cu130", "numpy": "2.4.6", "composable_fsdp": "0.1.0"}
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0+cu130", "composable_fsdp": "0.1.0"}
 
 
 def test_a_launch_by_torchrun_has_no_problems() -> None:
-    assert list(check_launch(LAUNCHED)) == [Finding("ok", "launch", "4 ranks, 2 here, store at head:29500")]
+    assert list(check_launch(LAUNCHED)) == [Finding("ok", "launch", "4 ranks, store at head:29500")]
     (alone,) = check_launch({})
     assert (alone.severity, alone.text[:12]) == ("ok", "one process.")
 
@@ -220,56 +216,39 @@ def test_a_launch_by_torchrun_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"RANK": "first"}, "RANK=first is not a number below 1000000"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT=http is not a number below 65536"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a number below 65536"),
-        ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE={'9' * 50} is not a number below 1000000"),
-        ({"LOCAL_WORLD_SIZE": str(1 << 64)}, "LOCAL_WORLD_SIZE=18446744073709551616 is not a number below 1000000"),
+        ({"RANK": "first"}, "RANK=first is not a number"),
+        ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE={'9' * 50} is not a number"),
         ({"RANK": "4"}, "RANK=4 must be less than WORLD_SIZE=4"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be less than LOCAL_WORLD_SIZE=2"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
         ({"RANK": None}, "RANK is not set"),
     ],
 )
 def test_a_wrong_variable_is_named(change: dict[str, str | None], text: str) -> None:
     environment = {name: value for name, value in (LAUNCHED | change).items() if value is not None}
-    rank = 4 if change.get("RANK") == "4" else 0
-    assert list(check_launch(environment)) == [Finding("error", "launch", text, BY_TORCHRUN, (rank,))]
+    told = f"{text}: torchrun --nproc-per-node N sets all of them"
+    assert list(check_launch(environment)) == [Finding("error", "launch", told)]
 
 
-@pytest.mark.parametrize(
-    ("name", "severity"), [("torch", "error"), ("composable_fsdp", "error"), ("python", "warning")]
-)
-def test_ranks_with_different_versions_are_named(name: str, severity: str) -> None:
+def test_ranks_with_different_versions_are_named() -> None:
     same = list(check_versions({0: VERSIONS, 1: VERSIONS}))
     assert [each.text for each in same] == [f"{each} {version}" for each, version in VERSIONS.items()]
-    found = check_versions({0: VERSIONS, 1: VERSIONS | {name: "9.9"}})
-    text = f"{name} differs: {VERSIONS[name]} on rank 0, 9.9 on rank 1"
-    assert [each for each in found if each.severity != "ok"] == [
-        Finding(severity, "versions", text, "install the same everywhere")
+    found = check_versions({0: VERSIONS, 1: VERSIONS | {"torch": "9.9"}})
+    text = "torch differs: 2.13.0+cu130 on rank 0, 9.9 on rank 1. Install the same everywhere"
+    assert [each for each in found if each.severity != "ok"] == [Finding("error", "versions", text)]
+
+
+def test_ranks_are_named_by_host_and_a_failed_all_reduce_names_its_ranks() -> None:
+    hosts, problems = ("here 5a17", "there 1b2c", "here 5a17"), ("refused", "", "refused")
+    notes: list[dict[str, Any]] = [
+        {"rank": rank, "host": hosts[rank], "problem": "", "seconds": 2e-3 / (rank + 1)} for rank in range(3)
     ]
-
-
-def notes(*problems: str) -> list[dict[str, Any]]:
-    hosts = ("here 5a17", "there 1b2c", "here 5a17")
-    return [
-        {"rank": rank, "host": hosts[rank], "problem": problem, "seconds": 2e-3 / (rank + 1)}
-        for rank, problem in enumerate(problems)
-    ]
-
-
-def test_ranks_are_named_by_host_and_the_slowest_gives_the_bandwidth() -> None:
-    assert list(check_ranks(notes("", "", ""))) == [
+    assert list(check_ranks(notes)) == [
         Finding("ok", "hosts", "here: ranks 0, 2; there: rank 1"),
         Finding("ok", "all-reduce", "3 ranks over gloo, 4 MiB in 2.0 ms, 2.10 GB/s"),
     ]
-
-
-def test_a_failed_all_reduce_names_its_ranks() -> None:
-    _, found = check_ranks(notes("connection refused", "", "connection refused"))
+    _, found = check_ranks([note | {"problem": problem} for note, problem in zip(notes, problems, strict=True)])
     assert (found.severity, found.check, found.ranks) == ("error", "all-reduce", (0, 2))
-    assert found.text == "failed over gloo on ranks 0, 2: connection refused"
-    assert found.remedy.startswith("GLOO_SOCKET_IFNAME")
+    assert found.text.startswith("failed over gloo on ranks 0, 2: refused. Set GLOO_SOCKET_IFNAME")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> Done:
@@ -280,21 +259,14 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) ->
 
 def test_findings_are_shown_and_errors_set_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     good = run(monkeypatch)
-    assert (good.exit_code, "0 errors" in good.stdout) == (0, True), good
-    environment = {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
+    assert (good.exit_code, "error" in good.stdout) == (0, False), good
+    environment = LAUNCHED | {"RANK": "4"}
     bad = run(monkeypatch, **environment)
     assert bad.exit_code == 1
-    line = next(line for line in bad.stdout.splitlines() if "RANK=2" in line)
-    assert re.split("  +", line) == ["error", "launch", "2", "RANK=2 must be less than WORLD_SIZE=2"]
-    assert f"→ {BY_TORCHRUN}" in bad.stdout
-    (error,) = (each for each in json.loads(run(monkeypatch, "--json", **environment).stdout) if each["remedy"])
-    assert error == {
-        "severity": "error",
-        "check": "launch",
-        "text": "RANK=2 must be less than WORLD_SIZE=2",
-        "remedy": BY_TORCHRUN,
-        "ranks": [2],
-    }
+    line = next(line for line in bad.stdout.splitlines() if "RANK=4" in line)
+    assert re.split("  +", line)[:3] == ["error", "launch", "all"]
+    error = json.loads(run(monkeypatch, "--json", **environment).stdout)[0]
+    assert (error["severity"], error["check"], error["ranks"]) == ("error", "launch", [])
 
 
 def test_a_store_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

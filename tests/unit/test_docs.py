@@ -270,7 +270,7 @@ def test_the_plan_of_the_readme_is_made_by_its_command() -> None:
     assert command is not None
     program = f"import os; os.chdir({str(ROOT)!r}); from composable_fsdp.cli import main; main()"
     done = run_program(program, *command[1].split())
-    assert done.stdout.splitlines()[3:7] == shown_by("composable-fsdp plan"), done.stdout + done.stderr
+    assert done.stdout.splitlines()[2:6] == shown_by("composable-fsdp plan"), done.stdout + done.stderr
 
 
 def test_only_listed_pages_have_blocks_that_are_not_run() -> None:

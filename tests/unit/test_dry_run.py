@@ -131,22 +131,22 @@ SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE,
 
 def performed(steps: Any) -> Iterator[str]:
     """Yield the lines of the trace that the actions of a dry run would have."""
-    in_flight: list[dry_run.Reduce] = []
+    in_flight: list[dry_run.Action] = []
     for _, actions in steps:
         for action in actions:
-            match action:
-                case dry_run.Gather(groups):
-                    yield from (f"unshard {group}" for group in groups)
-                case dry_run.Wait(group):
-                    yield f"wait {group}"
-                case dry_run.Free(group) | dry_run.Shrink(group, _):
-                    yield f"reshard {group}"
-                case dry_run.Reduce(groups):
+            match action.verb:
+                case "gather":
+                    yield from (f"unshard {group}" for group in action.groups)
+                case "wait":
+                    yield f"wait {action.groups[0]}"
+                case "free" | "shrink":
+                    yield f"reshard {action.groups[0]}"
+                case "reduce":
                     in_flight.append(action)
-                    yield from (f"reduce {group}" for group in groups)
-                case dry_run.WaitReduce(count):
-                    for done in [in_flight.pop(0) for _ in range(count)]:
-                        yield from (f"reduced {name}" for name in done.groups if not done.partial)
+                    yield from (f"reduce {group}" for group in action.groups)
+                case "wait for":
+                    for done in [in_flight.pop(0) for _ in range(action.count)]:
+                        yield from (f"reduced {name}" for name in done.groups if not done.is_partial)
 
 
 def root_below(model: FSDPModule) -> Root:
@@ -161,26 +161,27 @@ def check(plan: dry_run.Schedule, model: FSDPModule, drawn: Drawn) -> None:
     unused, in_flight, reduced = set[str](), 0, Counter[str]()
     for event, actions in plan:
         for action in actions:
-            match action:
-                case dry_run.Gather(groups):
+            groups = action.groups
+            match action.verb:
+                case "gather":
                     assert not held.intersection(groups), f"{event}: gathered twice"
                     held.update(groups)
                     unused.update(groups)
                     nbytes = sum(states[name].group.plan.unsharded_bytes for name in held)
                     is_ahead = event.group not in groups
                     assert not is_ahead or drawn.max_unsharded is None or nbytes <= drawn.max_unsharded, event
-                case dry_run.Wait(group):
-                    assert group in held, f"{event}: waits for a group that is not gathered"
-                    unused.discard(group)
-                case dry_run.Free(group) | dry_run.Shrink(group, _):
-                    assert group in held, f"{event}: frees a group that is not unsharded"
-                    held.remove(group)
-                    unused.discard(group)
-                case dry_run.Reduce(groups):
+                case "wait":
+                    assert held.issuperset(groups), f"{event}: waits for a group that is not gathered"
+                    unused.difference_update(groups)
+                case "free" | "shrink":
+                    assert held.issuperset(groups), f"{event}: frees a group that is not unsharded"
+                    held.difference_update(groups)
+                    unused.difference_update(groups)
+                case "reduce":
                     in_flight += 1
                     reduced.update(groups)
-                case dry_run.WaitReduce(count):
-                    in_flight -= count
+                case "wait for":
+                    in_flight -= action.count
         if event.hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
             assert event.group in held
         if event.hook in (Hook.END_FORWARD, Hook.END_BACKWARD):
@@ -215,7 +216,7 @@ def test_steady_iterations_perform_what_their_dry_runs_say(drawn: Drawn) -> None
     with fake_ranks(RANKS):
         model = build(drawn)
         optimizer = SGD(model.parameters(), 0.1)  # type: ignore[attr-defined]
-        plan, found = dry_run.Schedule(()), list[str]()
+        plan, found = dry_run.Schedule(), list[str]()
         for _ in range(3):
             for state in root_below(model).states.values():
                 sharded(state.modules[0]).reshard()
@@ -226,8 +227,8 @@ def test_steady_iterations_perform_what_their_dry_runs_say(drawn: Drawn) -> None
         check(plan, model, drawn)
         expected = list(performed(plan))
         assert Counter(expected) == Counter(found), plan
-        end = plan.steps.index(plan.at(Hook.END_FORWARD)[0])
-        forward = list(performed(plan.steps[: end + 1]))
+        end = [event.hook for event, _ in plan].index(Hook.END_FORWARD)
+        forward = list(performed(plan[: end + 1]))
         assert found[: len(forward)] == forward, plan
 
 
@@ -312,10 +313,10 @@ def test_groups_kept_for_backward_take_no_more_memory_than_a_prefetch_of_them(li
     held, kept = set[str](), set[str]()
     for event, actions in plan:
         for action in actions:
-            if isinstance(action, dry_run.Gather):
+            if action.verb == "gather":
                 held.update(action.groups)
-            elif isinstance(action, dry_run.Free):
-                held.discard(action.group)
+            elif action.verb == "free":
+                held.difference_update(action.groups)
         assert len(held - {"root"}) <= 1 + limit, event
         if event.hook is Hook.END_FORWARD:
             kept = held - {"root"}

@@ -383,11 +383,6 @@ def test_a_copy_is_an_ordinary_optimizer_with_the_same_state(copied: Callable[[A
     train(model, optimizer, range(2, 3))
 
 
-def test_the_error_of_files_says_what_is_gone() -> None:
-    with pytest.raises(ImportError, match=r"^StorageError is gone: offload_optimizer keeps state in host memory, and"):
-        from composable_fsdp.errors import StorageError  # noqa: F401
-
-
 @pytest.mark.behaviour("H-02")
 def test_wrong_arguments_are_named() -> None:
     model = squares(2)

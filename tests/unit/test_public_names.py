@@ -252,10 +252,6 @@ def test_what_costs_chose_is_gone_and_says_what_to_set() -> None:
     model: Any = fully_shard(nn.Linear(3, 3))
     with pytest.raises(MissingNameError, match=r"^set_schedule has no costs= in this version; .* by hand"):
         model.set_schedule(costs="costs.json")
-    for name in ("choice", "options"):
-        with pytest.raises(MissingNameError, match=f"^{name} of a schedule is gone: .* Keep what you set"):
-            getattr(model.schedule(), name)
-    assert not hasattr(model.schedule(), "others")
 
 
 @pytest.mark.parametrize(

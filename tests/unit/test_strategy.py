@@ -13,8 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import DataParallelMeshDims, ShardingStrategy
 from composable_fsdp.errors import ConfigurationError, MeshError
-from composable_fsdp.plan import ACCELERATORS
-from tests._internals import KnownAccelerator, StrategyName, as_strategy, default_mesh, resolve_strategy
+from tests._internals import StrategyName, as_strategy, default_mesh, resolve_strategy
 from tests.helpers.sharding import fake_ranks
 
 pytestmark = pytest.mark.behaviour("B-02")
@@ -30,7 +29,6 @@ def eight_ranks() -> Iterator[None]:
 
 def test_types_of_words_have_the_known_words() -> None:
     assert get_args(StrategyName) == tuple(each.name for each in ShardingStrategy)
-    assert set(get_args(KnownAccelerator)) == set(ACCELERATORS)
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy)

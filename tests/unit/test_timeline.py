@@ -186,7 +186,7 @@ def test_a_picture_is_drawn_without_the_settings_of_the_folder(tmp_path: Path, m
 
 
 def test_notebooks_show_reports_as_they_are_printed() -> None:
-    schedule = s.Schedule((s.Step(Event(Hook.PRE_FORWARD, "a"), (s.Wait("a"), s.Free("a"))),))
+    schedule = s.Schedule((s.Step(Event(Hook.PRE_FORWARD, "a"), (s.Action("wait", ("a",)), s.Action("free", ("a",)))),))
     assert repr(schedule) == str(schedule) == "pre-forward a | wait a; free a"
 
 
