@@ -293,7 +293,8 @@ def _of_rank(document: Any) -> tuple[int, int, Lanes]:
 def _number(value: Any, most: float, name: str) -> int | float:
     if type(value) not in (int, float) or not 0 <= value < most:
         raise ValueError(f"{name}: it is not a number from 0 to {most:g}")
-    return value
+    number: int | float = value
+    return number
 
 
 # -- pictures

@@ -31,22 +31,22 @@ class Action(NamedTuple):
     Args:
         verb: ``"gather"`` launches one all-gather, without groups that are unsharded or in flight already. ``"wait"``
             waits for it and registers the unsharded parameters; ``"free"`` registers the sharded ones and frees the
-            unsharded; ``"shrink"`` frees all but a slice, from which ``count`` neighbouring ranks gather them again.
-            ``"reduce"`` launches one reduction, and ``"wait for"`` completes the oldest ``count`` in flight.
+            unsharded; ``"shrink"`` frees all but a slice, from which ``number`` neighbouring ranks gather them again.
+            ``"reduce"`` launches one reduction, and ``"wait for"`` completes the oldest ``number`` in flight.
         groups: the names of its groups.
-        count: see ``verb``.
+        number: see ``verb``.
         is_partial: the reduction ends after the shard axis, and its sums are kept.
     """
 
     verb: str
     groups: tuple[str, ...] = ()
-    count: int = 0
+    number: int = 0
     is_partial: bool = False
 
     def __str__(self) -> str:
         if self.verb == "wait for":
-            return f"wait for {self.count} reduction{'s' if self.count > 1 else ''}"
-        where = f" to {self.count} ranks" if self.verb == "shrink" else " over the shard axis" * self.is_partial
+            return f"wait for {self.number} reduction{'s' if self.number > 1 else ''}"
+        where = f" to {self.number} ranks" if self.verb == "shrink" else " over the shard axis" * self.is_partial
         return f"{self.verb} {', '.join(self.groups)}{where}"
 
 
@@ -120,8 +120,10 @@ class Replay(Observer):
             dry.owner_states = tuple(copies[owner] for owner in state.owner_states if owner in copies)
             dry.user_states = list(dry_of(state.user_states))
             names = ("forward_prefetch", "backward_prefetch")
-            chosen = {name: states for name in names if (states := getattr(state.options, name)) is not None}
-            dry.options = replace(state.options, **{name: dry_of(states) for name, states in chosen.items()})
+            chosen: dict[str, Any] = {
+                name: dry_of(states) for name in names if (states := getattr(state.options, name)) is not None
+            }
+            dry.options = replace(state.options, **chosen)
         states = {name: copies[state] for name, state in real.states.items()}
         task: Any = SimpleNamespace(number=-1, outermost=-1, is_around_another=False, is_outside=False)  # autograd's
         observers = (self, *(o for o in OBSERVERS if o.is_replayed))
@@ -203,8 +205,8 @@ class Replay(Observer):
 
     # Its launcher.
 
-    def _note(self, verb: str, *groups: str, count: int = 0, is_partial: bool = False) -> None:
-        self.steps[-1][1].append(Action(verb, groups, count, is_partial))
+    def _note(self, verb: str, *groups: str, number: int = 0, is_partial: bool = False) -> None:
+        self.steps[-1][1].append(Action(verb, groups, number, is_partial))
 
     def gather(self, groups: Sequence[Any], label: str) -> None:
         needed = [group.name for group in groups if group.change(ParameterOperation.UNSHARD) is not None]
@@ -221,7 +223,7 @@ class Replay(Observer):
 
     def shrink(self, group: Any, mesh_size: int) -> None:
         if group.change(ParameterOperation.SHRINK) is not None:
-            self._note("shrink", group.name, count=mesh_size)
+            self._note("shrink", group.name, number=mesh_size)
 
     def reduce(self, reduction: GroupReduction) -> None:
         self._note("reduce", *(member.name for member in reduction.members), is_partial=reduction.is_partial)
@@ -234,8 +236,8 @@ class Replay(Observer):
         for member in reduction.members:
             member.end_reduction(_SUMS, is_partial=reduction.is_partial)
         actions = self.steps[-1][1]
-        before = actions.pop().count if actions and actions[-1].verb == "wait for" else 0
-        self._note("wait for", count=before + 1)
+        before = actions.pop().number if actions and actions[-1].verb == "wait for" else 0
+        self._note("wait for", number=before + 1)
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None: ...
 

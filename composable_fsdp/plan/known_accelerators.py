@@ -92,7 +92,7 @@ class Accelerator:
 def _known(
     name: str, tflops: float, fp32: float, gb_s: float, gb: float, gbit: float, link: float, host: float, **more: Any
 ) -> Accelerator:
-    speed = {"tflops": tflops, "tflops_fp32": fp32, "memory_gb_s": gb_s}
+    speed: dict[str, Any] = {"tflops": tflops, "tflops_fp32": fp32, "memory_gb_s": gb_s}
     return Accelerator(name=name, **speed, gib=gb * 1e9 / 2**30, gbit=gbit, link_gbit=link, host_gbit=host, **more)
 
 

@@ -130,7 +130,7 @@ class _Simulation:
             case "reduce":
                 self._reduce(specs)
             case "wait for":
-                for _ in range(action.count):
+                for _ in range(action.number):
                     self.now = max(self.now, self._reductions.popleft())
 
     def _gather(self, names: Sequence[str], specs: Sequence[GroupSpec]) -> None:

@@ -99,10 +99,10 @@ def simulated_job(shape: tuple[int, ...], *, has_streams: bool) -> Iterator[tupl
         )
     streams = Streams()
     names: dict[str, Any] = {"Stream": _Stream, "Event": _Event, "stream": streams.use}
+    names["current_stream"] = lambda device=None: streams.current
     with ExitStack() as stack:
         if has_streams:
-            current = {"current_stream": lambda device=None: streams.current}
-            stack.enter_context(mock.patch.multiple(torch.cpu, **names, **current))
+            stack.enter_context(mock.patch.multiple(torch.cpu, **names))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=prod(shape))
         stack.callback(dist.destroy_process_group)
         mesh = default_mesh()  # also for models that are sharded without a mesh: none can be made from fake tensors

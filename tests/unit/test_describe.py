@@ -71,7 +71,7 @@ def test_groups_tell_what_happens_after_forward(strategy: ShardingStrategy, monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     model = fully_shard(Chain(), policy={nn.Linear}, strategy=strategy)
     keeps = strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-    assert {group.after_forward for group in fully_shard.groups(model)[1:]} == {"keep" if keeps else "free"}
+    assert {group.after_forward for group in describe(model).groups[1:]} == {"keep" if keeps else "free"}
 
 
 def test_the_error_for_parameters_on_several_meshes_shows_all_of_them() -> None:

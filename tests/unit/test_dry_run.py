@@ -145,7 +145,7 @@ def performed(steps: Any) -> Iterator[str]:
                     in_flight.append(action)
                     yield from (f"reduce {group}" for group in action.groups)
                 case "wait for":
-                    for done in [in_flight.pop(0) for _ in range(action.count)]:
+                    for done in [in_flight.pop(0) for _ in range(action.number)]:
                         yield from (f"reduced {name}" for name in done.groups if not done.is_partial)
 
 
@@ -181,7 +181,7 @@ def check(plan: dry_run.Schedule, model: FSDPModule, drawn: Drawn) -> None:
                     in_flight += 1
                     reduced.update(groups)
                 case "wait for":
-                    in_flight -= action.count
+                    in_flight -= action.number
         if event.hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
             assert event.group in held
         if event.hook in (Hook.END_FORWARD, Hook.END_BACKWARD):

@@ -396,10 +396,10 @@ def chain_of(names: Sequence[str], ahead: int) -> s.Schedule:
     for at, name in enumerate(order):
         steps.append(s.Step(Event(Hook.PRE_BACKWARD, name), gathers(order, at)))
         if name not in order[at + 1 :]:
-            waits = (s.Action("wait for", count=1),) if len(set(order[at:])) < len(set(order)) else ()
+            waits = (s.Action("wait for", number=1),) if len(set(order[at:])) < len(set(order)) else ()
             steps.append(s.Step(Event(Hook.GRAD_READY, name), (*waits, s.Action("reduce", (name,)))))
         steps.append(s.Step(Event(Hook.POST_BACKWARD, name), (s.Action("free", (name,)),)))
-    return s.Schedule((*steps, s.Step(Event(Hook.END_BACKWARD), (s.Action("wait for", count=1),))))
+    return s.Schedule((*steps, s.Step(Event(Hook.END_BACKWARD), (s.Action("wait for", number=1),))))
 
 
 def simulated(
