@@ -16,12 +16,5 @@ warn_of_newer_torch()
 OBSERVERS += TimelineRecorder(), LocalSteps()  # diagnostics and optimizers stand above plugins
 
 
-def _groups(model: Any) -> list[Any]:
-    from composable_fsdp.diagnostics.describe import describe  # few programs need it
-
-    return list(describe(model).groups)
-
-
 _attributes: Any = fully_shard
 _attributes.state = client_state  # as torch's has
-_attributes.groups = _groups
