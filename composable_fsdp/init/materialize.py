@@ -35,7 +35,7 @@ M = TypeVar("M", bound=nn.Module)
 InitFunction = Callable[[nn.Module], object]
 
 
-def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = True) -> M:
+def to_empty(module: M, *, device: torch.device | str | int) -> M:
     """Allocate memory on ``device`` for parameters and buffers that are on the meta device, and move the others there.
 
     Unlike ``nn.Module.to_empty``, it keeps the values of tensors that are not on meta. These include buffers that a
@@ -45,7 +45,6 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
     Args:
         module: before or after ``fully_shard``.
         device: the target. Sharded parameters must be on the device of their mesh, offloaded ones on CPU.
-        recurse: include modules below ``module``.
 
     Returns:
         ``module`` itself.
@@ -54,8 +53,13 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
         UserWarning: non-persistent buffers were on meta. No checkpoint fills them, so the module's own initialization
             must. The text names them.
     """
-    unfilled = _meta_non_persistent_buffers(module, recurse)
-    _allocate_meta(module, lambda _: device, recurse=recurse)
+    unfilled = [
+        _joined(path, name)
+        for path, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and buffer.is_meta and name in owner._non_persistent_buffers_set
+    ]
+    _allocate_meta(module, lambda _: device)
     if unfilled:
         warnings.warn(
             f"to_empty: buffers that are not persistent were on the meta device: {unfilled}. They have no values yet, "
@@ -66,48 +70,29 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
     return module
 
 
-def _allocate_meta(
-    module: nn.Module, device_of: Callable[[torch.Tensor], torch.device | str | int], *, recurse: bool = True
-) -> None:
+def _allocate_meta(module: nn.Module, device_of: Callable[[torch.Tensor], torch.device | str | int]) -> None:
     """Allocate meta parameters and buffers on the device that ``device_of`` returns for each; move the others there.
 
     Shared tensors stay shared.
     """
     shared = [entry for entry in registered_parameters(module) if len(entry.places) > 1]
-    buffers = _registered_buffers(module)
+    buffers: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            buffers.setdefault(id(buffer), []).append((owner, name))
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         device = device_of(tensor)
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
-    cast(Any, module)._apply(move, recurse=recurse)
+    cast(Any, module)._apply(move)
     for entry in shared:  # the conversion made one object for each place of a shared parameter
         now = entry.current()
         if isinstance(now, nn.Parameter) and any(getattr(owner, name) is not now for owner, name in entry.places):
             entry.put(now)
-    for (first, name), *others in buffers:
+    for (first, name), *others in buffers.values():
         for owner, attribute in others:
             owner._buffers[attribute] = first._buffers[name]
-
-
-def _registered_buffers(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the (module, attribute) pairs of each buffer of ``module`` and its submodules."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                places.setdefault(id(buffer), []).append((owner, name))
-    return list(places.values())
-
-
-def _meta_non_persistent_buffers(module: nn.Module, recurse: bool) -> list[str]:
-    owners = module.named_modules() if recurse else [("", module)]
-    return [
-        _joined(path, name)
-        for path, owner in owners
-        for name, buffer in owner._buffers.items()
-        if buffer is not None and buffer.is_meta and name in owner._non_persistent_buffers_set
-    ]
 
 
 def _joined(path: str, name: str) -> str:
@@ -129,16 +114,14 @@ def allocate_at_rest(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Call ``reset_parameters()`` of a module with tensors of its own, or ``_reset_parameters()``, as attention has.
+    """Call ``reset_parameters()`` of a module with tensors of its own, or ``_reset_parameters()``, as attention has."""
+    reset = _reset_method(module)
+    if callable(reset) and any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
+        reset()
 
-    Raises:
-        ConfigurationError: the module has parameters of its own, but neither method.
-    """
-    _check_methods({type(module).__name__.removeprefix("FSDP"): module})
-    if any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
-        reset = _reset_method(module)
-        if reset is not None:
-            reset()
+
+def _reset_method(module: nn.Module) -> Any:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M:
@@ -174,17 +157,32 @@ def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M
         ParameterError: ``fn`` gave no values to parameters or buffers that were on meta, or changed the shape of a
             parameter. The text names them.
     """
-    if fn is reset_parameters:
-        named = model.named_modules()
-        _check_methods({f"{p or 'the model'} ({type(m).__name__.removeprefix('FSDP')})": m for p, m in named})
+    lacking = [
+        f"{path or 'the model'} ({type(module).__name__.removeprefix('FSDP')})"
+        for path, module in model.named_modules()
+        if fn is reset_parameters and any(p is not None for p in module._parameters.values())
+        if not callable(_reset_method(module))
+    ]
+    if lacking:
+        raise ConfigurationError(
+            "initialize calls reset_parameters() of every module that has parameters, but these have no such method: "
+            f"{', '.join(lacking)}. Pass a function of a module that writes their values: "
+            "initialize(model, fn, seed=...)."
+        )
     states = states_below(model)
     prepare_to_lend(states, "initialize")
-    blank = allocate_at_rest(model, states)
-    written = _WriteRecord()
-    with torch.inference_mode(False), torch.no_grad(), seeded(states, seed), ShardedRandom(states, written.record):
-        initializer = _Initializer(model, states, blank, written)
-        model.apply(lambda module: initializer.run(fn, module))
-        uninitialized = initializer.uninitialized()
+    names = allocate_at_rest(model, states)
+    blank = {name: tensor for name, tensor in _named_tensors(model) if name in names}
+    own: dict[int, dict[ParamPlace, ShardedParameter]] = {}
+    for place, parameter in sharded_places(model, states).items():
+        for module, _ in place.places:
+            own.setdefault(id(module), {})[place] = parameter
+    written = set[object]()
+    random = ShardedRandom(states, lambda tensor: written.add(_memory_of(tensor)))
+    with torch.inference_mode(False), torch.no_grad(), seeded(states, seed), random:
+        model.apply(lambda module: _initialize_module(fn, module, own.get(id(module), {}), blank, written))
+    current = dict(_named_tensors(model))
+    uninitialized = [n for n, t in blank.items() if current.get(n) is t and _memory_of(t) not in written]
     if uninitialized:
         raise ParameterError(
             f"initialize: these parameters and buffers of {type(model).__name__.removeprefix('FSDP')} were on the meta "
@@ -194,107 +192,53 @@ def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M
     return model
 
 
-def _check_methods(modules: Mapping[str, nn.Module]) -> None:
-    """Raise if a module that has parameters has no method that resets them."""
-    own = {name: [p for p in module._parameters.values() if p is not None] for name, module in modules.items()}
-    lacking = [name for name, module in modules.items() if own[name] and _reset_method(module) is None]
-    if lacking:
-        raise ConfigurationError(
-            "initialize calls reset_parameters() of every module that has parameters, but these have no such method: "
-            f"{', '.join(lacking)}. Pass a function of a module that writes their values: "
-            "initialize(model, fn, seed=...)."
-        )
-
-
-def _reset_method(module: nn.Module) -> Callable[[], object] | None:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return reset if callable(reset) else None
-
-
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
-class _WriteRecord:
-    """Records the memory of the plain tensors that operations have written to, and shape and dtype of the DTensors.
-
-    A write to one DTensor counts for all of its shape and dtype, so that ranks with empty shards agree.
-    """
-
-    def __init__(self) -> None:
-        self._written: set[object] = set()
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Forget writes to the memory of a new plain tensor, which another one may have had before."""
-        self._written.discard(_memory_of(tensor))
-
-    def record(self, tensor: torch.Tensor) -> None:
-        """Record that an operation writes to ``tensor``."""
-        self._written.add(_memory_of(tensor))
-
-    def was_written(self, tensor: torch.Tensor) -> bool:
-        """Return whether an operation wrote to ``tensor``."""
-        return _memory_of(tensor) in self._written
-
-
 def _memory_of(tensor: torch.Tensor) -> object:
+    """Return the memory of a plain tensor. Of a DTensor, shape and dtype, so that ranks with empty shards agree."""
     is_sharded = isinstance(tensor, DTensor)
     return (tensor.shape, tensor.dtype) if is_sharded else cast(Any, tensor.untyped_storage())._cdata
 
 
-class _Initializer:
-    """Calls a function with modules whose own sharded parameters are replaced by full ones.
+def _initialize_module(
+    fn: InitFunction,
+    module: nn.Module,
+    parameters: Mapping[ParamPlace, ShardedParameter],
+    blank: dict[str, torch.Tensor],
+    written: set[object],
+) -> None:
+    """Call ``fn`` with ``module``, whose ``parameters`` are full meanwhile, and copy what it wrote into their shards.
 
     Args:
-        model: the model that contains the modules.
-        states: the FSDP states of the model.
-        blank: names of parameters and buffers that have memory, but no values yet.
-        written: the record of writes by the dispatch mode around the calls.
+        fn: the function.
+        module: the module.
+        parameters: its sharded parameters.
+        blank: parameters and buffers that have memory, but no values yet. Those that get values are removed.
+        written: the memory of all tensors that operations have written to.
     """
-
-    def __init__(self, model: nn.Module, states: Sequence[FSDPState], blank: set[str], written: _WriteRecord) -> None:
-        self._model, self._written = model, written
-        self._own: dict[int, dict[ParamPlace, ShardedParameter]] = {}
-        for place, parameter in sharded_places(model, states).items():
-            for module, _ in place.places:
-                self._own.setdefault(id(module), {})[place] = parameter
-        self._blank = {name: tensor for name, tensor in _named_tensors(model) if name in blank}
-
-    def run(self, fn: InitFunction, module: nn.Module) -> None:
-        """Call ``fn`` with ``module`` and copy what it wrote to the module's parameters into their shards."""
-        parameters = self._own.get(id(module), {})
-        full_params = {
-            place: empty_full_parameter(p) if place.name in self._blank else full_parameter(p)
-            for place, p in parameters.items()
-        }
-        given = [_memory_of(full_param) for full_param in full_params.values()]
-        for full_param in full_params.values():
-            self._written.forget(full_param)
-        states = [state for p in parameters.values() if (state := state_of_parameter(p)) is not None]
-        with lend(states, full_params) as results:
-            fn(module)
-        for (place, parameter), value, memory in zip(parameters.items(), results, given, strict=True):
-            if not isinstance(value, torch.Tensor) or value.shape != place.parameter.shape:
-                found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-                raise ParameterError(
-                    f"initialize: fn left parameter {place.name!r} of shape {tuple(place.parameter.shape)} as {found}. "
-                    "It must keep shapes: write to parameters in place."
-                )
-            if _memory_of(value) != memory or self._written.was_written(value):
-                write_shard(parameter, value, value.requires_grad)
-                self._blank.pop(place.name, None)
-                for observer in OBSERVERS:
-                    observer.given_values(parameter, value)
-
-    def uninitialized(self) -> list[str]:
-        """Return the names of parameters and buffers that had no values and were not written to."""
-        current = dict(_named_tensors(self._model))
-        return [
-            name
-            for name, tensor in self._blank.items()
-            if current.get(name) is tensor and not self._written.was_written(tensor)
-        ]
+    full_params = {
+        place: empty_full_parameter(p) if place.name in blank else full_parameter(p) for place, p in parameters.items()
+    }
+    given = [_memory_of(full_param) for full_param in full_params.values()]
+    written.difference_update(given)  # another tensor may have had the memory before
+    states = [state for p in parameters.values() if (state := state_of_parameter(p)) is not None]
+    with lend(states, full_params) as results:
+        fn(module)
+    for (place, parameter), value, memory in zip(parameters.items(), results, given, strict=True):
+        if not isinstance(value, torch.Tensor) or value.shape != place.parameter.shape:
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ParameterError(
+                f"initialize: fn left parameter {place.name!r} of shape {tuple(place.parameter.shape)} as {found}. "
+                "It must keep shapes: write to parameters in place."
+            )
+        if _memory_of(value) != memory or memory in written:
+            write_shard(parameter, value, value.requires_grad)
+            blank.pop(place.name, None)
+            for observer in OBSERVERS:
+                observer.given_values(parameter, value)
 
 
 # -- param_init_fn

@@ -56,13 +56,6 @@ def test_to_empty_keeps_values_and_sharing_and_names_unfilled_parameters() -> No
     assert torch.equal(module.first.weight, torch.full((3, 3), 2.0)), "tensors with values must keep them"
 
 
-def test_to_empty_without_recurse_stops_at_the_module() -> None:
-    module = nn.Sequential(nn.Linear(2, 2, device="meta"))
-    module.register_parameter("own", nn.Parameter(torch.empty(2, device="meta")))
-    to_empty(module, device="cpu", recurse=False)
-    assert {n for n, p in module.named_parameters() if p.is_meta} == {"0.weight", "0.bias"}
-
-
 class Init:
     """Allocates a module's own tensors, fills them with ones, and records the modules of its calls."""
 

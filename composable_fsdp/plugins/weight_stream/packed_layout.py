@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ def fill_buckets(costs: Sequence[int], limit: int) -> list[range]:
     return [*buckets, range(begin, len(costs))] if costs else []
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Distribution:
     """How a tensor of ``shape`` is distributed over ranks, as it is sent.
 
@@ -97,16 +97,16 @@ class Distribution:
         """Return the extent of the rank with the indices ``ranks`` on the axes, by default of the first rank."""
         return _extent(self, ranks or (0,) * len(self.cuts))
 
-    @property
+    @cached_property
     def row_numel(self) -> int:
         """The elements of each rank's shard in a message."""
         return prod(self.extent().local_shape)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return self.row_numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
