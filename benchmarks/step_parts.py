@@ -29,8 +29,7 @@ from composable_fsdp._core.gather import AllGather
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.root import Root
 from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
-from composable_fsdp.plugins.shared_memory.engine import ShmWork
-from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
+from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator, ShmWork
 
 MODEL, OTHERS = "model and optimizer", "other threads"
 PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {

@@ -226,9 +226,6 @@ class OverGroup:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
-
 
 def is_over_group(communicator: object) -> TypeGuard[GroupCommunicator]:
     """Return whether ``communicator``, or what it is around, communicates over a process group."""
@@ -314,6 +311,9 @@ class ProcessGroupCommunicator(OverGroup):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend.name}, rank {self.rank} of {self.size})"
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         self.check()

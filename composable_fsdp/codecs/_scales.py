@@ -35,7 +35,7 @@ def scales_of(rows: torch.Tensor, block: int, limit: float) -> torch.Tensor:
     infinity.
     """
     # Two reductions read the rows twice; abs() would write them too.
-    largest = torch.cat([torch.maximum(part.amax(2), -part.amin(2)) for part in _blocks(rows, block)], dim=1).float()
+    largest = torch.cat([torch.maximum(part.amax(2), -part.amin(2)) for part, _ in _blocks(rows, block)], dim=1).float()
     # Rounded up, the scale of the largest floats would take their product beyond what a float can be.
     scales = (largest / limit).clamp_(max=_FLOAT.max / limit * (1 - _FLOAT.eps))
     return torch.where(largest.isfinite(), scales.masked_fill(scales < _FLOAT.tiny, 0.0), torch.nan)
@@ -45,8 +45,8 @@ def scaled_down(rows: torch.Tensor, scales: torch.Tensor, block: int) -> torch.T
     """Return ``rows`` in fp32, each block divided by its scale; zeros where the scale is zero or nan."""
     out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     divisors = torch.where(scales > 0, scales, torch.inf)
-    parts = zip(_blocks(rows, block), _columns(divisors, rows, block), _blocks(out, block), strict=True)
-    for values, divisor, part in parts:
+    for (values, at), (part, _) in zip(_blocks(rows, block), _blocks(out, block), strict=True):
+        divisor = divisors[:, at].unsqueeze(2)
         if torch.compiler.is_compiling():  # the compiler fuses this, and cannot write to views with ``out``
             part.copy_(values / divisor)
         else:
@@ -56,28 +56,22 @@ def scaled_down(rows: torch.Tensor, scales: torch.Tensor, block: int) -> torch.T
 
 def scale_up_(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
     """Multiply each block of ``values`` by its scale, in place."""
-    for part, factor in zip(_blocks(values, block), _columns(scales, values, block), strict=True):
-        part.mul_(factor)
+    for part, at in _blocks(values, block):
+        part.mul_(scales[:, at].unsqueeze(2))
     return values
 
 
-def _blocks(rows: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
-    """Yield views of full blocks, ``(num_rows, n, block)``, and of a shorter last one, ``(num_rows, 1, rest)``."""
+def _blocks(rows: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Yield views of full blocks, ``(num_rows, n, block)``, and of a shorter last one, ``(num_rows, 1, rest)``.
+
+    Each comes with the columns of its scales.
+    """
     # One padded view would copy a large message. Torch's compiler refuses a view without elements.
     whole, rest = divmod(rows.size(1), block)
     if whole or not rest:
-        yield rows[:, : whole * block].unflatten(1, (whole, block))
+        yield rows[:, : whole * block].unflatten(1, (whole, block)), slice(0, whole)
     if rest:
-        yield rows[:, whole * block :].unsqueeze(1)
-
-
-def _columns(scales: torch.Tensor, rows: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
-    """Yield the scales for each view of :func:`_blocks`, ready to be broadcast."""
-    whole, rest = divmod(rows.size(1), block)
-    if whole or not rest:
-        yield scales[:, :whole].unsqueeze(2)
-    if rest:
-        yield scales[:, whole:].unsqueeze(2)
+        yield rows[:, whole * block :].unsqueeze(1), slice(whole, whole + 1)
 
 
 # -- payload layout: the scales follow the values of the same row, aligned

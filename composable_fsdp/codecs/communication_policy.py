@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from composable_fsdp.codecs._encoder import GradientCodec
-from composable_fsdp.codecs.error_feedback import ErrorFeedback, without_feedback
+from composable_fsdp.codecs.error_feedback import without_feedback
 from composable_fsdp.codecs.protocol import Codec, check_codec
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.policies import checks_keywords
@@ -39,12 +39,7 @@ class CommunicationPolicy:
             raise ConfigurationError(
                 f"CommunicationPolicy(min_numel=...) is a number of elements, not {self.min_numel!r}."
             )
-        if isinstance(self.all_gather, ErrorFeedback):
-            raise ConfigurationError(
-                "CommunicationPolicy(all_gather=ErrorFeedback(...)) makes no sense: parameters are sent anew each "
-                "time, so no error piles up. Give the codec alone."
-            )
-        for name in ("all_gather", "reduce_scatter"):
-            codec = without_feedback(getattr(self, name))
+        # Parameters are sent anew each time, so no error piles up: they take no error feedback.
+        for name, codec in (("all_gather", self.all_gather), ("reduce_scatter", without_feedback(self.reduce_scatter))):
             if codec is not None:
                 check_codec(f"CommunicationPolicy({name}=...)", codec)

@@ -42,8 +42,6 @@ class ErrorFeedback:
     keep: Codec = field(default_factory=_int8)
 
     def __post_init__(self) -> None:
-        if isinstance(self.codec, ErrorFeedback):
-            raise ConfigurationError("ErrorFeedback takes a codec without error feedback of its own.")
         check_codec("ErrorFeedback(codec=...)", self.codec)
         check_codec("ErrorFeedback(keep=...)", self.keep)
         if not 0 < self.decay <= 1:

@@ -55,13 +55,6 @@ def resolve_codec(codec: AnyCodec, shape: Sequence[int]) -> AnyCodec:
 
 
 def check_codec(what: str, codec: object) -> None:
-    """Raise ``ConfigurationError`` unless ``codec``, given as ``what``, has the methods of a codec and is hashable."""
+    """Raise ``ConfigurationError`` unless ``codec``, given as ``what``, has the methods of a codec."""
     if isinstance(codec, type) or not all(callable(getattr(codec, method, None)) for method in _METHODS):
         raise ConfigurationError(f"{what} takes a codec, with methods {', '.join(_METHODS)}, not {codec!r}.")
-    try:
-        hash(codec)
-    except TypeError:
-        raise ConfigurationError(
-            f"{what} takes a hashable codec, because parameters with equal codecs share a bucket. "
-            f"{type(codec).__name__} is not hashable: make it a frozen dataclass."
-        ) from None

@@ -155,7 +155,7 @@ def bound_staging_memory() -> None:
         for work in works:
             work.wait()
     # Low slots are written first, and six operations are in flight: two steps of a long one.
-    assert not communicator.engine._slots[communicator.rank][12].any()
+    assert not communicator._slots[communicator.rank][12].any()
 
 
 def test_staging_memory_does_not_grow() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -314,20 +314,19 @@ class Unhashable:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ErrorFeedback(ErrorFeedback(Int8())), "takes a codec without error feedback of its own"),  # type: ignore[arg-type]
+        (lambda: ErrorFeedback(ErrorFeedback(Int8())), r"ErrorFeedback\(codec=\.\.\.\) takes a codec, .*, not ErrorF"),  # type: ignore[arg-type]
         (lambda: ErrorFeedback(Int8(), decay=0.0), r"decay=\.\.\.\) must be above 0 and at most 1, not 0\.0"),
         (lambda: ErrorFeedback(Int8(), decay=1.5), r"decay=\.\.\.\) must be above 0 and at most 1, not 1\.5"),
         (lambda: ErrorFeedback(Int8(), reset_every=9), "^ErrorFeedback has no reset_every= in this version: "),  # type: ignore[call-arg]
         (lambda: CommunicationPolicy(all_reduce=Int8()), "^CommunicationPolicy has no all_reduce= in this version: "),  # type: ignore[call-arg]
         (lambda: Int8(block=2.0), r"a block is a whole number of elements, at least one, not 2\.0"),  # type: ignore[arg-type]
         (lambda: CommunicationPolicy(min_numel=-1), r"min_numel=\.\.\.\) is a number of elements, not -1"),
-        (lambda: CommunicationPolicy(all_gather=ErrorFeedback(Int8())), "parameters are sent anew each time"),  # type: ignore[arg-type]
+        (
+            lambda: CommunicationPolicy(all_gather=ErrorFeedback(Int8())),  # type: ignore[arg-type]
+            r"all_gather=.* a codec, .*, not ErrorF",
+        ),
         (lambda: CommunicationPolicy(reduce_scatter="int8"), r"reduce_scatter=\.\.\.\) takes a codec, with methods"),  # type: ignore[arg-type]
         (lambda: CommunicationPolicy(all_gather=Int8), r"all_gather=\.\.\.\) takes a codec, .*, not <class"),  # type: ignore[arg-type]
-        (
-            lambda: CommunicationPolicy(reduce_scatter=cast(Any, Unhashable())),
-            r"hashable codec, .* Unhashable is not hashable: make it a frozen datac",
-        ),
         (lambda: ErrorFeedback(3), r"ErrorFeedback\(codec=\.\.\.\) takes a codec, .*, not 3"),  # type: ignore[arg-type]
         (lambda: ErrorFeedback(Int8(), keep=ErrorFeedback(Int8())), r"keep=\.\.\.\) takes a codec, .*, not ErrorF"),  # type: ignore[arg-type]
     ],

@@ -29,18 +29,18 @@ MOST_CODE = {
     "_core": 5176,
     "checkpoint": 2776,
     "cli": 324,
-    "codecs": 283,
+    "codecs": 263,
     "diagnostics": 452,
     "init": 262,
     "interop": 54,
     "optim": 1085,
     "plan": 668,
-    "plugins": 4725,
+    "plugins": 4700,
     "wrap": 173,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 18424
+MOST_CODE_OF_ALL = 18379
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""

@@ -125,6 +125,9 @@ class GlooCommunicator(OverGroup):
     def is_broken(self) -> bool:
         return bool(self.broken)
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def level(self, level: OrderCheck) -> OrderCheck:
         return level
 

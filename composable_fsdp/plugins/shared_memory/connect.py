@@ -16,14 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from composable_fsdp._consistency.process_groups import gather_objects
-from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp.errors import ConfigurationError, PeerError, printable
-from composable_fsdp.plugins.shared_memory.engine import ShmEngine
+from composable_fsdp.errors import ConfigurationError, printable
 from composable_fsdp.plugins.shared_memory.segment import NUM_SLOTS, SLOT_BYTES, Segment
 from composable_fsdp.plugins.shared_memory.shm_socket import ShmSocket, close
 
@@ -63,36 +61,19 @@ def host_identity() -> str:
     return f"{socket.gethostname()} {boot} {namespace.st_dev}:{namespace.st_ino}"
 
 
-def connect(group: dist.ProcessGroup) -> ShmEngine | None:
-    """Return an engine for ``group``, or ``None`` if its ranks are not all on this host or one disables shared memory.
+class Connection(NamedTuple):
+    """The sockets to the other ranks of a group, this rank's staging slots, and whether shards may be shared too."""
+
+    shm_socket: ShmSocket
+    staging: Segment
+    aliases: bool
+
+
+def connect(group: dist.ProcessGroup) -> Connection | None:
+    """Connect the ranks of ``group``, or return ``None`` if they are not all on this host or one disables it.
 
     All ranks must call it together and get the same result: if one fails, all get ``None`` and rank 0 warns.
     """
-    connected = _connect(group)
-    if connected is None:
-        return None
-    shm_socket, staging, aliases = connected
-    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    rank, ranks, name = dist.get_rank(group), dist.get_process_group_ranks(group), group.group_name
-    return ShmEngine(rank, ranks, shm_socket, staging, timeout, aliases=aliases, watchdog=job_watchdog(), name=name)
-
-
-def reconnect(group: dist.ProcessGroup, engine: ShmEngine) -> None:
-    """Reconnect ``engine`` to the ranks of ``group`` after its connection broke. All ranks must call it together.
-
-    Raises:
-        PeerError: some rank cannot connect.
-    """
-    connected = _connect(group)
-    if connected is None:
-        raise PeerError(
-            f"ranks {dist.get_process_group_ranks(group)} shared memory before, and cannot connect to each other again."
-        )
-    engine.reopen(*connected[:2])
-
-
-def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, Segment, bool] | None:
-    """Return the sockets, this rank's slots, and whether shards may be in shared memory too."""
     mode = os.environ.get(SWITCH) or "1"
     if mode not in MODES:
         raise ConfigurationError(
@@ -118,7 +99,8 @@ def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, Segment, bool] | None
             return None
         own[rank].close()
         stack.pop_all()
-    return ShmSocket(dict(sorted(sockets.items()))), staging[0], not any(each.copies for each in infos)
+    aliases = not any(each.copies for each in infos)
+    return Connection(ShmSocket(dict(sorted(sockets.items()))), staging[0], aliases)
 
 
 def _open(own: list[socket.socket], rank: int, staging: list[Segment]) -> None:

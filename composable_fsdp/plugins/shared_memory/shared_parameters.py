@@ -180,7 +180,7 @@ class SharedBucket(InPlaceBucket):
     @property
     def needs_barrier(self) -> bool:
         """True if casts would write to memory that other ranks may still read."""
-        return self._casts and self._segment.released_at == self._segment.axis.engine.epoch
+        return self._casts and self._segment.released_at == self._segment.axis.epoch
 
     def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
         if self._casts:
@@ -218,7 +218,7 @@ class SharedBucket(InPlaceBucket):
         """
         if self._is_used:
             self._is_used = False
-            self._segment.released_at = self._segment.axis.engine.epoch
+            self._segment.released_at = self._segment.axis.epoch
         if self.own_copy is None:
             self._check_unwritten()
             return
@@ -353,7 +353,7 @@ class _EpochsOfRoot(Observer):
         """
         ended = [each for each in self._communicators if each in awaited]
         for each in ended:
-            each.engine.epoch += 1
+            each.end_epoch()
         works = [each.launch(Collective.BARRIER, (), occasion) for each in ended]
         for state in self.states if works else ():
             _note_epoch_end(state)
