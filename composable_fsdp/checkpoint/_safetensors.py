@@ -445,8 +445,6 @@ def save_safetensors(
     begun = ExitStack()
 
     def plan() -> _Plan:
-        if max_file_bytes < 1:
-            raise ConfigurationError(f"max_file_bytes must be at least 1, not {max_file_bytes}.")
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
         if folder.suffix == ".safetensors" or (folder.exists() and not folder.is_dir()):

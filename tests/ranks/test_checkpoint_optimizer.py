@@ -271,7 +271,7 @@ def test_the_state_of_an_optimizer_made_before_sharding_is_refused() -> None:
     shard(model)
     saved = message(lambda: optimizer_state_dict(model, optimizer))
     assert saved.startswith("this AdamW was made before fully_shard, and holds what these parameters were then: [")
-    assert saved.endswith("]. Make the optimizer after fully_shard.")
+    assert saved.endswith("]. Make it afterwards.")
     assert message(lambda: load_optimizer_state_dict(model, optimizer, {})) == saved
 
 

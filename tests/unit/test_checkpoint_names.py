@@ -93,10 +93,7 @@ def test_two_parameters_of_one_name_are_refused() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(1))
     model._orig_mod = nn.Linear(1, 1)
-    expected = (
-        r"'weight' and '_orig_mod\.weight' are both called 'weight' without what torch\.compile and activation "
-        r"checkpointing add to names\. Give the attribute that they are below another name\."
-    )
+    expected = r"'weight' and '_orig_mod\.weight' are both 'weight' without parts of wrappers\. Rename the attribute\."
     with pytest.raises(CheckpointError, match=expected):
         state_dict(model)
     with pytest.raises(CheckpointError, match=expected):

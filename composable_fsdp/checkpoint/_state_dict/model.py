@@ -127,8 +127,7 @@ def to_form(name: str, tensor: torch.Tensor, sharding: ParameterSharding | None,
             if has_own_memory(local):
                 raise
             raise CheckpointError(
-                f"{name} cannot be gathered: its class {type(local).__name__} does not support it ({said(error)}). "
-                "Use the form Sharded() or Local(), or composable_fsdp.checkpoint.save."
+                f"{name} cannot be gathered by its class {type(local).__name__} ({said(error)}). Use Sharded()."
             ) from error
     value = tensor.detach()
     if isinstance(form, Local) or not isinstance(value, DTensor):
@@ -304,8 +303,7 @@ def _described(value: torch.Tensor) -> torch.Tensor:
     """Return what is sent of a tensor with its state dict: of one that is no scalar only the shape and the dtype."""
     if not has_own_memory(local_part(value)):
         raise CheckpointError(
-            f"a {type(value).__name__} of shape {tuple(value.shape)} cannot be sent from rank 0: only plain tensors "
-            "can. Load it on all ranks, without broadcast_from_rank0."
+            f"a {type(value).__name__} of shape {tuple(value.shape)} cannot be sent. Load it on all ranks."
         )
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if value.ndim else value.detach().cpu()
 
@@ -343,8 +341,7 @@ def agree(
         return (mismatch := Mismatch()), match(mismatch)
 
     found = owners.exchange(each)
-    mismatches = {rank: mismatch for rank, (mismatch, _) in found.items()}
-    refused = mismatches
+    mismatches = refused = {rank: mismatch for rank, (mismatch, _) in found.items()}
     if not strict:
         common = set.intersection(*(set(mismatch.missing) for mismatch in mismatches.values()))
         uneven = {rank: [n for n in each.missing if n not in common] for rank, each in mismatches.items()}
@@ -568,8 +565,7 @@ def state_dict_form(model: nn.Module, form: Form) -> Iterator[None]:
     def load(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
         if assign:
             raise ConfigurationError(
-                "inside state_dict_form values are copied to the parameters, so load_state_dict cannot assign=True. "
-                "Leave it out, or call it outside."
+                "load_state_dict cannot assign=True inside state_dict_form, which copies to the parameters."
             )
         return load_state_dict(model, state_dict, form, strict=strict)
 

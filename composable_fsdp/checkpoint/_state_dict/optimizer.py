@@ -101,16 +101,12 @@ class OptimizerParams:
         unmanaged = [parameter for group in groups for parameter in group if id(parameter) not in names]
         taken = [found.description for parameter in unmanaged if (found := find_replaced(parameter)) is not None]
         if taken:
-            raise CheckpointError(
-                f"this {type(optimizer).__name__} was made before fully_shard, and holds what these parameters were "
-                f"then: {taken}. Make the optimizer after fully_shard."
-            )
-        if unmanaged:
+            why = f"was made before fully_shard, and holds what these parameters were then: {taken}. Make it afterwards"
+        else:
             shapes = [tuple(parameter.shape) for parameter in unmanaged]
-            raise CheckpointError(
-                f"this {type(optimizer).__name__} holds parameters that are not the model's, of shapes {shapes}. Pass "
-                "the model whose parameters() it was made of."
-            )
+            why = f"holds parameters that are not the model's, of shapes {shapes}. Pass the model that it was made of"
+        if unmanaged:
+            raise CheckpointError(f"this {type(optimizer).__name__} {why}.")
         self.groups = [[OptimizerParam(names[id(p)], p, shardings.get(id(p))) for p in group] for group in groups]
         self.members = {member.name: member for group in self.groups for member in group}
         self._made: tuple[object, dict[Any, Any]] = None, {}
@@ -129,8 +125,7 @@ class OptimizerParams:
         for key in strays:
             if state[key]:
                 raise CheckpointError(
-                    f"this {kind} has state of a parameter of shape {tuple(key.shape)} that is in none of its groups. "
-                    "Remove it from optimizer.state."
+                    f"this {kind} has state for a parameter of shape {tuple(key.shape)} of no group: delete it."
                 )
             del state[key]  # reading a defaultdict made it
         found = self._optimizer.state_dict()
@@ -319,10 +314,16 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
         check_form(form)
         params = OptimizerParams(model, optimizer)
         trees, groups = params.packed()
-        kinds = {
-            name: {path: _kind_in(form, params.members[name], path, leaf) for path, leaf in leaves(tree)}
-            for name, tree in trees.items()
-        }
+        kinds: dict[str, dict[TreePath, str]] = {}
+        for name, tree in trees.items():
+            parameter = params.members[name].parameter
+            kinds[name] = {path: kind_of(leaf, parameter, _title(name, path)) for path, leaf in leaves(tree)}
+            cut = [path for path, kind in kinds[name].items() if isinstance(form, Local) and "S" in kind]
+            if cut:
+                raise CheckpointError(
+                    f"{_title(name, cut[0])} is a DTensor in other placements than its parameter, for which the local "
+                    "form has no place. Use Sharded() or Full()."
+                )
         return params, trees, groups, kinds
 
     owners, (params, trees, groups, kinds) = on_all_ranks(model, read, from_rank0=comes_from_rank0(form))
@@ -354,16 +355,6 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
 
 def _title(name: str, path: TreePath) -> str:
     return f"the state {'.'.join(map(str, path))} of {name}"
-
-
-def _kind_in(form: Form, member: OptimizerParam, path: TreePath, leaf: Any) -> str:
-    kind = kind_of(leaf, member.parameter, _title(member.name, path))
-    if isinstance(form, Local) and "S" in kind:
-        raise CheckpointError(
-            f"{_title(member.name, path)} is a DTensor in other placements than its parameter, for which the local "
-            "form has no place. Use Sharded() or Full()."
-        )
-    return kind
 
 
 def _check_alike(

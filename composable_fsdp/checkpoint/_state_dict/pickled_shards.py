@@ -50,8 +50,7 @@ def refuse_unknown(key: str, part: LocalShard) -> None:
         if not has_own_memory(tensor):
             raise CheckpointError(
                 f"{key} cannot be saved: the class {class_name(tensor)} has __torch_dispatch__ and no "
-                "__tensor_flatten__, so nothing says which plain tensors it consists of. Give it __tensor_flatten__ "
-                "and __tensor_unflatten__, or leave the tensor out of the state dict and make it again after load()."
+                "__tensor_flatten__. Give it that and __tensor_unflatten__, or leave the tensor out of the state dict."
             )
 
 
@@ -200,7 +199,7 @@ def fill_by_class(key: str, target: LocalShard, pieces: Iterable[Piece]) -> bool
     except Exception as error:  # the class's own code
         raise CheckpointError(
             f"{key} cannot be cut like the shards here, nor copied as plain values ({said(error)}). Load it on the "
-            "mesh, and as many ranks, that saved it, into tensors made alike."
+            "mesh that saved it, into tensors made alike."
         ) from error
 
 

@@ -132,7 +132,7 @@ def kind_of(value: Any, parameter: torch.Tensor, name: str) -> str:
         if holds_dtensor(value):
             raise CheckpointError(
                 f"{name} is a {type(value).__name__} that holds a DTensor, of which only this rank's shard would be "
-                "saved. Keep tensors in the state itself, or in dicts, lists, tuples and deques there."
+                "saved. Keep it in a dict, list, tuple or deque."
             )
         return OBJECT
     if not isinstance(value, DTensor):
@@ -144,8 +144,7 @@ def kind_of(value: Any, parameter: torch.Tensor, name: str) -> str:
         return AS_PARAMETER
     if any(placement.is_partial() for placement in value.placements):
         raise CheckpointError(
-            f"{name} is a DTensor of partial sums, {tuple(value.placements)}. Keep it reduced: "
-            "redistribute(placements=[Replicate()] * mesh.ndim)."
+            f"{name} is a DTensor of partial sums, {tuple(value.placements)}. Keep it reduced: redistribute it."
         )
     return ",".join(_text_of(placement) for placement in value.placements)
 

@@ -70,8 +70,7 @@ def entries_of(model: nn.Module) -> dict[str, Entry]:
         other = entries.setdefault(entry.name, entry)
         if other is not entry:
             raise CheckpointError(
-                f"{other.key!r} and {key!r} are both called {entry.name!r} without what torch.compile and activation "
-                "checkpointing add to names. Give the attribute that they are below another name."
+                f"{other.key!r} and {key!r} are both {entry.name!r} without parts of wrappers. Rename the attribute."
             )
     return entries
 
@@ -211,8 +210,7 @@ class LocalShard:
                 copy.copy_(local)
             except Exception as error:  # the subclass's own code
                 raise CheckpointError(
-                    f"a {type(local).__name__} cannot be copied to a plain tensor ({said(error)}). "
-                    "composable_fsdp.checkpoint.save keeps such tensors as they are."
+                    f"a {type(local).__name__} cannot be copied to a plain tensor ({said(error)}). Use checkpoint.save."
                 ) from error
         yield copy
         if write:
