@@ -138,8 +138,6 @@ _SUBMODULES = (
     *("checkpoint", "codecs", "diagnostics", "errors", "interop", "optim", "plan", "plugins", "policies"),
     *("trace", "wrap"),
 )
-_HOMES = ("errors", "diagnostics", "plugins.weight_stream")
-"""The modules of classes that few programs name, which are not at the top."""
 _IN_CHECKPOINT = "is in composable_fsdp.checkpoint: from composable_fsdp.checkpoint import {0}"
 _IN_PLACE = "is FSDP1's wrapper: fully_shard(module) shards a module in place: from composable_fsdp import fully_shard"
 _OTHER_NAMES = {
@@ -167,10 +165,6 @@ def __getattr__(name: str) -> Any:
     # An AttributeError would lose its text in ``from composable_fsdp import``.
     if name in _OTHER_NAMES:
         raise ImportError(f"{name} {_OTHER_NAMES[name].format(name)}")
-    if name[0].isupper():
-        for home in (import_module(f"{__name__}.{home}") for home in _HOMES):
-            if name in home.__all__:
-                raise ImportError(f"{name} is in {home.__name__}: from {home.__name__} import {name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

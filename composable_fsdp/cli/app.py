@@ -58,12 +58,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     )
     version = f"composable-fsdp {composable_fsdp.__version__}, torch {metadata.version('torch')}"
     parser.add_argument("--version", action="version", version=version)
-    parser.add_argument(
-        "--traceback",
-        action="store_true",
-        default=os.environ.get("COMPOSABLE_FSDP_TRACEBACK", "0") not in ("", "0"),
-        help="show the tracebacks of errors, as COMPOSABLE_FSDP_TRACEBACK=1 does",
-    )
+    parser.add_argument("--traceback", action="store_true", help="show the tracebacks of errors")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for each in (doctor, plan_command, timeline_command, checkpoint_commands):
         each.add_commands(commands)

@@ -50,12 +50,6 @@ class GroupDescription:
     after_forward: str
     tied: tuple[tuple[str, ...], ...]
 
-    @property
-    def label(self) -> str:
-        """The names of its modules, marked if it is the root."""
-        named = ", ".join(name or "(model)" for name in self.names)
-        return f"{named} [root]" if self.is_root else named
-
 
 @dataclass(frozen=True, repr=False)
 class ModelDescription:
@@ -174,9 +168,10 @@ def _merge_repeated(groups: Sequence[GroupDescription]) -> list[GroupDescription
 
 
 def _cells(group: GroupDescription) -> dict[str, str]:
+    named = ", ".join(name or "(model)" for name in group.names)
     kinds = [", ".join(str(dtype).removeprefix("torch.") for dtype in kind) for kind in group.dtypes]
     return {
-        "group": group.label,
+        "group": f"{named} [root]" if group.is_root else named,
         "class": ", ".join(dict.fromkeys(group.classes)),
         "parameters": f"{group.parameters:,}",
         "bytes": _size(group.bytes),

@@ -126,10 +126,9 @@ def test_errors_are_one_line_unless_their_tracebacks_are_asked_for(tmp_path: Pat
     plain = run_command(*arguments)
     assert plain.exit_code == 1
     assert plain.stderr == f"error: {tmp_path / 'nothing'} is not a checkpoint, and it does not exist.\n"
-    variable = {"COMPOSABLE_FSDP_TRACEBACK": "1"}
-    for found in (run_command("--traceback", *arguments), run_command(*arguments, environment=variable)):
-        assert isinstance(found.exception, composable_fsdp.FSDPError)
-        assert found.stderr == ""
+    found = run_command("--traceback", *arguments)
+    assert isinstance(found.exception, composable_fsdp.FSDPError)
+    assert found.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -173,13 +172,10 @@ def test_an_unchanged_torch_program_runs_on_this_library(tmp_path: Path, flags: 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("end", "code", "text"), [("sys.exit(7)", 7, ""), ("raise KeyError('own')", 1, "in <module>\n    raise KeyError")]
-)
-def test_a_program_ends_as_it_does_without_the_command(tmp_path: Path, end: str, code: int, text: str) -> None:
-    (tmp_path / "program.py").write_text(f"import sys\nassert '--help' in sys.argv\n{end}\n")
+def test_a_program_ends_as_it_does_without_the_command(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys\nassert '--help' in sys.argv\nraise KeyError('own')\n")
     done = run_module("composable_fsdp", "run", tmp_path / "program.py", "--help")
-    assert (done.returncode, text in done.stderr) == (code, True), done.stderr
+    assert (done.returncode, "in <module>\n    raise KeyError" in done.stderr) == (1, True), done.stderr
     assert "SystemExit" not in done.stderr
 
 
@@ -190,11 +186,8 @@ UNUSED = "composable-fsdp run: this process sharded nothing. Its program did not
 @pytest.mark.parametrize(
     ("program", "code", "says"),
     [
-        (textwrap.dedent(PROGRAM), 0, False),
         ("print('done')", 0, True),
-        ("import sys; sys.exit()", 0, True),
         ("import sys; sys.exit(3)", 3, False),
-        ("raise KeyError('no data')", 1, False),
     ],
 )
 def test_a_program_that_ended_well_and_sharded_nothing_says_so(tmp_path, program: str, code: int, says: bool) -> None:

@@ -199,7 +199,7 @@ def step_of(model: FSDPModule, drawn: Drawn, optimizer: SGD) -> None:
     optimizer.step()
 
 
-MODELS = int(os.environ.get("DRY_RUN_MODELS", "60"))
+MODELS = int(os.environ.get("DRY_RUN_MODELS", "40"))
 """The number of drawn models. Those of CI are the same in every run."""
 
 
@@ -207,7 +207,7 @@ MODELS = int(os.environ.get("DRY_RUN_MODELS", "60"))
     max_examples=MODELS,
     suppress_health_check=[HealthCheck.too_slow],
     deadline=None,
-    derandomize=MODELS <= 60,
+    derandomize=MODELS <= 40,
     database=None,
 )
 @given(models())

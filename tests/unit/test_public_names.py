@@ -49,25 +49,6 @@ def test_few_names_are_at_the_top_and_few_methods_beside_those_of_torch() -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "home"),
-    [
-        ("MeshError", "errors"),
-        ("PlainParameterWarning", "errors"),
-        ("JoinPart", "plugins.weight_stream"),
-        ("ModelDescription", "diagnostics"),
-    ],
-)
-def test_importing_a_class_from_the_top_says_where_it_is(name: str, home: str) -> None:
-    text = rf"^{name} is in composable_fsdp\.{home}: from composable_fsdp\.{home} import {name}$"
-    with pytest.raises(ImportError, match=text):
-        getattr(composable_fsdp, name)
-    with pytest.raises(ImportError, match=text):
-        exec(f"from composable_fsdp import {name}")
-    with pytest.raises(AttributeError, match=r"^module 'composable_fsdp' has no attribute 'Shard'$"):
-        composable_fsdp.Shard  # noqa: B018
-
-
-@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("save", r"^save is in composable_fsdp\.checkpoint: from composable_fsdp\.checkpoint import save$"),
@@ -257,6 +238,7 @@ def test_what_costs_chose_is_gone_and_says_what_to_set() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "text"),
     [
+        ("plan", "sweep", r"^plan\.sweep is gone: call plan for each setting"),
         ("plugins", "PASSES", r"^plugins\.PASSES is now plugins\.PLAN_CHANGES"),
         ("wrap", "balanced", r"^wrap\.balanced is"),
     ],
