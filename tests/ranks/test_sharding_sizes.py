@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_fsdp import fully_shard
-from composable_fsdp.errors import ParameterError
 from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
@@ -77,69 +76,6 @@ def test_complex_parameters_train_with_parity() -> None:
     fully_shard(model, mesh=mesh)
     assert_sharded(model, values, mesh)
     train_and_compare(model, reference, task)
-
-
-class Rows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seven = nn.Linear(5, 7)
-        self.one = nn.Linear(5, 1)
-        self.none = nn.Parameter(torch.empty(0, 5))
-        self.flat = nn.Parameter(torch.empty(3, 0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        empty = torch.cat([x @ self.none.t(), x[:, :3] @ self.flat], dim=-1)
-        return torch.cat([self.seven(x) + self.one(x), empty], dim=-1)
-
-
-ROWS = Task(seeded(Rows), vectors(5, 7), squared_error)
-
-
-@pytest.mark.behaviour("A-04")
-@pytest.mark.parametrize(("reshard", "nested"), [(True, False), (False, True)])
-@on_ranks(2, 3, 4)
-def test_few_rows_and_no_rows_train_with_parity(reshard: bool, nested: bool) -> None:
-    model, reference = ROWS.build(), ROWS.build()
-    values = values_of(model)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if nested:
-        fully_shard(model.get_submodule("one"), mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    assert_sharded(model, values, mesh)
-    train_and_compare(model, reference, ROWS)
-    assert model.get_parameter("none").grad is None, "zero_grad also resets a parameter without rows"
-    ROWS.loss(model, ROWS.batch_of(9, dist.get_rank())).backward()
-    gradient = model.get_parameter("none").grad
-    assert isinstance(gradient, DTensor)
-    assert gradient.shape == (0, 5)
-
-
-class WithScalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 7)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scale
-
-
-@pytest.mark.behaviour("A-04")
-@on_ranks(2, 4)
-def test_a_scalar_is_the_same_error_on_every_rank_and_the_remedy_works() -> None:
-    task = Task(seeded(WithScalar), vectors(5, 7), squared_error)
-    model, reference = task.build(), task.build()
-    with pytest.raises(ParameterError) as error:
-        fully_shard(model)
-    assert type(model) is WithScalar
-    assert not any(isinstance(p, DTensor) for p in model.parameters())
-    # All ranks have the same state: the model, changed as the error says, trains on all ranks.
-    for m in (model, reference):
-        m.register_parameter("scale", nn.Parameter(m.get_parameter("scale").detach().reshape(1)))
-    fully_shard(model)
-    train_and_compare(model, reference, task)
-    for part in ("'scale'", "scalar (0-d)", "reshape(1)", "ignored_params"):
-        assert part in str(error.value)
 
 
 class Dims(nn.Module):

@@ -20,7 +20,6 @@ from tests._internals import (
     ALIGNMENT_BYTES,
     BucketReducer,
     GatherClaim,
-    GroupPlan,
     ParameterSpec,
     PlanOptions,
     ReduceOp,
@@ -265,15 +264,6 @@ def test_a_smaller_mesh_gathers_to_the_offsets_of_the_full_mesh(specs, sizes, ze
         assert_sent_layout(layout, itemsize)
 
 
-def test_equal_plans_are_cached() -> None:
-    def make_plan(trainable: bool) -> GroupPlan:
-        dtype = torch.float32
-        return plan_group((spec_of("w", (4, 4), 0, dtype, trainable),), (PlanOptions(2, 0, 0),))
-
-    assert make_plan(True) is make_plan(True)
-    assert make_plan(True) is not make_plan(False)
-
-
 def test_a_sum_or_gradient_in_the_reduce_dtype_is_not_rounded_on_the_wire() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     narrow = dataclasses.replace(spec_of("weight", (4, 4), 0, fp32), compute_dtype=bf16, arriving_dtype=bf16)
@@ -388,13 +378,6 @@ def reduce(reduction: Reduction, gradients: torch.Tensor) -> torch.Tensor:
 
 
 @given(st.sampled_from([*WIDE, *NARROW]), NUM_RANKS, st.booleans(), FACTORS, st.booleans())
-def test_the_divisors_of_a_sum_multiply_to_the_factor_exactly(dtype, num_ranks, averages, factor, sum_only) -> None:
-    reduction = plan_division(dtype, num_ranks, averages=averages, divide_factor=factor, sum_only=sum_only)
-    if reduction.op is ReduceOp.SUM:
-        assert reduction.pre_divide * reduction.post_divide == (num_ranks if factor is None else factor)
-
-
-@given(st.sampled_from([*WIDE, *NARROW]), NUM_RANKS, st.booleans(), FACTORS, st.booleans())
 def test_the_communicator_averages_if_supported_and_the_result_is_the_mean(
     dtype: torch.dtype, num_ranks: int, averages: bool, factor: float | None, sum_only: bool
 ) -> None:
@@ -403,12 +386,6 @@ def test_the_communicator_averages_if_supported_and_the_result_is_the_mean(
     assert (reduction.op is ReduceOp.AVERAGE) == (dtype in WIDE and averages and not sum_only and mean)
     if reduction.op is ReduceOp.AVERAGE:
         assert reduction == Reduction(ReduceOp.AVERAGE, 1.0, 1.0)
-
-
-@pytest.mark.parametrize("dtype", WIDE)
-def test_wide_dtypes_are_divided_once_after_the_reduce_scatter(dtype: torch.dtype) -> None:
-    assert plan_division(dtype, 8, averages=False) == Reduction(ReduceOp.SUM, 1.0, 8.0)
-    assert plan_division(dtype, 8, averages=True, divide_factor=3.0) == Reduction(ReduceOp.SUM, 1.0, 3.0)
 
 
 @given(NUM_RANKS)
