@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 # fmt: off
 if TYPE_CHECKING:
     from composable_fsdp import _files
-    from composable_fsdp._api.param_discovery import on_other_accelerators, resolve_dim
+    from composable_fsdp._api.param_discovery import on_other_accelerators
     from composable_fsdp._api.strategy import StrategyName, resolve_strategy
     from composable_fsdp._api.torch_types import as_strategy
     from composable_fsdp._consistency import process_groups, watchdog

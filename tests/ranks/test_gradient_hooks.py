@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, no_sync, policies
-from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
@@ -360,30 +359,6 @@ def promote_two_dtypes() -> None:
 def test_gradients_of_several_dtypes_in_one_group_are_reduced_each_in_its_own_or_promoted() -> None:
     run_ranks(reduce_two_dtypes, 2)
     run_ranks(promote_two_dtypes, 2)
-
-
-@pytest.mark.behaviour("H-02")
-@on_ranks(1, 2)
-def test_an_optimizer_built_before_sharding_is_refused_by_name_at_its_step() -> None:
-    task, rank = TASKS["mlp"], dist.get_rank()
-    model = task.build()
-    early = torch.optim.AdamW(model.parameters())
-    mixed = torch.optim.SGD([model.get_parameter("layers.2.weight"), nn.Parameter(torch.ones(1))], lr=0.1)
-    layer = fully_shard(model.get_submodule("layers.0"))
-    with pytest.raises(ConfigurationError, match=r"AdamW was built before.* 2 of its 7 .* 'weight' of Linear"):
-        early.step()
-    shard = [fully_shard(m) for m in model.get_submodule("layers").children() if m is not layer]
-    assert shard
-    fully_shard(model)
-    task.loss(model, task.batch_of(0, rank)).backward()
-    for _ in range(2):  # the error is raised every time
-        with pytest.raises(ConfigurationError, match=r"7 of its 7 parameters.*Build the optimizer after"):
-            early.step()
-    with pytest.raises(ConfigurationError, match="SGD was built before fully_shard: 1 of its 2"):
-        mixed.step()
-    late = torch.optim.AdamW(model.parameters())
-    late.step()
-    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
 
 
 @pytest.mark.behaviour("C-12", "C-08")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -19,14 +18,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composable_fsdp.errors import ParameterError
 from tests._internals import (
     Cut,
     ShardExtent,
     ShardLayout,
     TensorShards,
     data_parallel_placements,
-    resolve_dim,
     shard_within,
     take_shard,
 )
@@ -69,25 +66,6 @@ def test_contiguous_pieces_are_the_memory_of_the_tensor_plus_padding(shards: Ten
 @example(TensorShards((1, 5), 1, 2))
 def test_pieces_concatenate_only_if_all_dims_before_the_sharded_one_have_size_one(shards: TensorShards) -> None:
     assert shards.concatenates == all(length == 1 for length in shards.shape[: shards.dim])
-
-
-def test_a_scalar_has_no_dim_and_the_error_names_the_remedy() -> None:
-    message = (
-        "parameter 'scale' is a scalar (0-d) and has no dim to shard. Make it 1-d with one element "
-        "(for example nn.Parameter(value.reshape(1))), or pass it in ignored_params."
-    )
-    with pytest.raises(ParameterError, match=f"^{re.escape(message)}$"):
-        resolve_dim(0, (), "scale")
-
-
-@pytest.mark.parametrize("dim", [2, 5, -3])
-def test_a_dim_that_the_parameter_lacks_is_named_with_the_range(dim: int) -> None:
-    message = (
-        f"parameter 'layers.0.weight' of shape (3, 4) has no dim {dim}: "
-        "shard_placement_fn may return Shard(d) with -2 <= d < 2."
-    )
-    with pytest.raises(ParameterError, match=f"^{re.escape(message)}$"):
-        resolve_dim(dim, (3, 4), "layers.0.weight")
 
 
 SHAPES = [

@@ -320,6 +320,7 @@ def test_wrapped_methods_keep_their_signature_and_docstring() -> None:
     assert type(encoder).encode.__wrapped__ is Encoder.encode
 
 
+@pytest.mark.behaviour("H-02")
 def test_an_optimizer_made_before_sharding_is_refused() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
