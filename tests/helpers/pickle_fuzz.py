@@ -1,7 +1,5 @@
 """Reads random pickles as metadata, and asserts that nothing but an error or values came of it.
 
-    python -m tests.helpers.pickle_fuzz STREAMS SEED
-
 A stream is torch's own metadata with opcodes replaced, inserted, repeated or left out, or opcodes alone: all opcodes of
 all protocols, with names of admitted classes, of classes and functions that do harm, and of what they have. Afterwards
 no attribute of any class or module has changed, and no stream has opened, renamed or deleted a file outside its folder,
@@ -17,7 +15,6 @@ import pickletools
 import random
 import struct
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -231,14 +228,3 @@ def harmless(streams: int, seed: int, folder: Path) -> int:
 
 
 sys.addaudithook(_audit)
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        streams, seed = (int(each) for each in sys.argv[1:])
-        read = harmless(streams, seed, Path(folder))
-        sys.stdout.write(f"{streams} streams, of which {read} were read: no attribute has changed\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,9 +6,6 @@ import errno
 import json
 import logging
 import os
-import pickle
-import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,16 +68,6 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "truncated manifest": ("manifest.json", truncate, "manifest.json is damaged: "),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json is missing."),
 }
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_found_before_anything_is_loaded(tmp_path: Path, case: str) -> None:
-    name, damage, message = DAMAGE[case]
-    saved = save(tmp_path, *trained())
-    damage(saved.path / name)
-    text = refused(saved.path)
-    assert message in text
-    assert str(saved.path / name) in text
 
 
 def saved_steps(folder: Path, *values: float) -> dict[int, Path]:
@@ -436,13 +423,6 @@ def test_what_load_refuses_save_refuses_too(tmp_path: Path) -> None:
         save(tmp_path, model, extra={"cycle": cyclic})
 
 
-def test_classes_that_are_admitted_are_saved_and_loaded(tmp_path: Path) -> None:
-    model, _ = trained()
-    with torch.serialization.safe_globals([Path, type(Path())]):
-        save(tmp_path, model, extra={"where": Path("data")})
-        assert load(tmp_path, model) == {"where": Path("data")}
-
-
 def test_metadata_written_by_the_first_versions_of_python_3_11_is_read(tmp_path: Path, monkeypatch) -> None:
     """They pickle a member of an enum as ``getattr(class, name)``, which is read and not called."""
     model, optimizer = trained()
@@ -453,14 +433,6 @@ def test_metadata_written_by_the_first_versions_of_python_3_11_is_read(tmp_path:
     load(path, model, optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_reading_metadata_runs_no_code_from_it(tmp_path: Path) -> None:
-    model, _ = trained()
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
-    assert "it has a str where torch has a Metadata" in refused(tmp_path)
-
-
 def test_a_tied_checkpoint_fits_an_untied_model(tmp_path: Path) -> None:
     model, optimizer = trained()
     save(tmp_path, model, optimizer)
@@ -468,12 +440,6 @@ def test_a_tied_checkpoint_fits_an_untied_model(tmp_path: Path) -> None:
     other.second.weight = nn.Parameter(torch.zeros(3, 3))
     load(tmp_path, other)
     assert_same(state_of(other), state_of(model))
-
-
-def test_copies_of_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
-    model, _ = trained()
-    shutil.copytree(save(tmp_path / "run", model), tmp_path / "elsewhere")
-    load(tmp_path / "elsewhere", Tied())
 
 
 def test_swapped_arguments_are_named_with_their_order(tmp_path: Path) -> None:
@@ -509,18 +475,3 @@ def test_a_step_that_is_no_int_is_refused(tmp_path: Path, step: Any) -> None:
 
 def test_a_step_may_be_any_kind_of_integer(tmp_path: Path) -> None:
     assert save(tmp_path, *trained(), step=torch.tensor(7)).path.name == "step-00000007"  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("extra", "where"),
-    [
-        ({"step": 1, "collate": lambda batch: batch}, r"extra\['collate'\]"),
-        ({"loader": {"workers": [1, threading.Lock()]}}, r"extra\['loader'\]\['workers'\]"),
-        ({"items": (i for i in range(3))}, r"extra\['items'\]"),
-    ],
-)
-def test_an_item_of_extra_that_cannot_be_pickled_is_named(tmp_path: Path, extra: dict[str, Any], where: str) -> None:
-    text = rf"{where} cannot be saved: .*\. Save what describes it instead: numbers"
-    with pytest.raises(CheckpointError, match=text):
-        save(tmp_path, *trained(), extra)
-    assert latest(tmp_path) is None

@@ -306,7 +306,7 @@ def test_a_link_within_the_folder_is_read(folder: Path) -> None:
 
 @pytest.mark.behaviour("F-12")
 def test_random_pickles_do_no_harm(tmp_path: Path) -> None:
-    """``python -m tests.helpers.pickle_fuzz 10000 1`` reads more of them."""
+    """``harmless(10_000, seed, folder)`` reads more of them."""
     assert harmless(300, 57, tmp_path) < 300
 
 
