@@ -281,11 +281,8 @@ class Reshard:
                 f"reshard_after_forward={value} does not divide the shard axis of {shard_size} ranks. "
                 f"Use one of {factors}, True or False."
             )
-        if value == 1:
-            return Reshard(ReshardKind.NEVER)
-        if value == shard_size:
-            return Reshard(ReshardKind.ALWAYS)
-        return Reshard(ReshardKind.SMALLER, value)
+        kind = {shard_size: ReshardKind.ALWAYS, 1: ReshardKind.NEVER}.get(value)
+        return Reshard(ReshardKind.SMALLER, value) if kind is None else Reshard(kind)
 
 
 AUTO_RESHARD = Reshard(ReshardKind.AUTO)

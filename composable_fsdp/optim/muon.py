@@ -17,6 +17,7 @@ from composable_fsdp.optim._local_step import gradient_of, local_copies_of
 from composable_fsdp.optim._owner_exchange import OwnerPlans, is_planned, title_of
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim._owner_units import Slot, Unit, tiling_of
+from composable_fsdp.optim._replaced_step import class_step
 from composable_fsdp.optim.owner_step import placed
 from composable_fsdp.policies import checks_keywords
 
@@ -172,16 +173,12 @@ class Muon(Optimizer):
         planned = [(p, group) for group in groups for p in group["params"] if is_planned(p)]
         if planned:
             self._step_matrices(planned)  # first, as it raises what ranks do not agree on
-        self._step_adamw([group for group in self.param_groups if group["algorithm"] == "adamw"])
+        adamw = torch.optim.AdamW([torch.empty(0)])
+        adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        adamw.state = self.state
+        with local_copies_of(adamw):
+            class_step(adamw)(adamw)  # without hooks, which belong to this step
         return loss
-
-    def _step_adamw(self, groups: list[dict[str, Any]]) -> None:
-        if not groups:
-            return
-        optimizer = torch.optim.AdamW([torch.empty(0)])
-        optimizer.param_groups, optimizer.state = groups, self.state
-        with local_copies_of(optimizer):
-            cast(Any, torch.optim.AdamW).step.__wrapped__(optimizer)  # without hooks, which belong to this step
 
     def _step_matrices(self, planned: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         parameters = [p for p, _ in planned]
@@ -195,14 +192,11 @@ class Muon(Optimizer):
 
 def _matrices_in(parameter: torch.Tensor) -> list[Unit]:
     """Return the matrices of ``parameter``: itself, or those that are stacked in it."""
-    rows, columns = parameter.shape[-2:]
     title, tiling, dtype = title_of(parameter), tiling_of(parameter), torch.bfloat16  # in which the iterations are
-    if parameter.ndim == 2:
-        slots = {title: Slot(tiling, dtype)}
-    else:
-        sizes = (1, rows, columns)
-        slots = {f"{title}[{i}]": Slot(tiling, dtype, (i, 0, 0), sizes) for i in range(parameter.shape[0])}
-    return [Unit((slot,), (slot,), newton_schulz_cost(rows, columns), name) for name, slot in slots.items()]
+    sizes, slots = parameter.shape[-2:], {title: Slot(tiling, dtype)}
+    if parameter.ndim == 3:
+        slots = {f"{title}[{i}]": Slot(tiling, dtype, (i, 0, 0), (1, *sizes)) for i in range(parameter.shape[0])}
+    return [Unit((slot,), (slot,), newton_schulz_cost(*sizes), name) for name, slot in slots.items()]
 
 
 class _MatrixTask:
@@ -223,7 +217,11 @@ class _MatrixTask:
         self.buffer = local_part(buffer).lerp_(self.gradient, 1 - group["momentum"])
         lr = group["lr"]
         self.lr = lr.squeeze() if isinstance(lr, torch.Tensor) and lr.ndim else lr
-        self.rate: Any = self.lr * _adjustment(group["adjust_lr_fn"], *parameter.shape[-2:])
+        rows, columns = parameter.shape[-2:]
+        factor = math.sqrt(max(1, rows / columns))
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            factor = 0.2 * math.sqrt(max(rows, columns))
+        self.rate: Any = self.lr * factor
 
     def load(self, slot: int, box: Box) -> torch.Tensor:
         buffer = box.of_part(self.buffer)
@@ -239,12 +237,6 @@ class _MatrixTask:
         shard = box.of_part(self.shard)
         shard.mul_(1 - self.lr * self.group["weight_decay"])
         shard.add_(piece.to(shard.device), alpha=-self.rate)
-
-
-def _adjustment(kind: str | None, rows: int, columns: int) -> float:
-    if kind == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
 
 
 def orthogonalised(

@@ -144,9 +144,12 @@ class _Offload:
 
         def update(bucket: _Bucket) -> None:
             # Each bucket finds the settings as they were before the step: some optimizers count steps there.
+            optimizer.param_groups = []
             for group, settings, parameters in zip(groups, before, bucket.parameters, strict=True):
-                group.clear()
-                group.update(settings, params=parameters)
+                if parameters:
+                    group.clear()
+                    group.update(settings, params=parameters)
+                    optimizer.param_groups.append(group)
             self._step(optimizer, **options)
 
         try:
@@ -157,6 +160,7 @@ class _Offload:
                 else:
                     self._step_on(device, of_device, optimizer, update)
         finally:
+            optimizer.param_groups = groups
             for group, settings in zip(groups, before, strict=True):
                 group["params"] = settings["params"]
 
@@ -209,10 +213,10 @@ class _Offload:
         def send_back(number: int, rest_of: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
             outgoing.wait_stream(current)
             for leaf in buckets[number].leaves(optimizer):
-                _, rest = rest_of.get(id(leaf.tensor), (None, None))
-                if rest is None:  # new state, or another form of it
+                if id(leaf.tensor) not in rest_of:  # new state, or another form of it
                     self._rest(leaf)
                     continue
+                _, rest = rest_of[id(leaf.tensor)]
                 with module.stream(outgoing):
                     local_part(rest).copy_(leaf.local, non_blocking=True)
                 leaf.container[leaf.key] = rest

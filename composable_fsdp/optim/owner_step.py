@@ -233,7 +233,8 @@ class _Task:
         """Hold the leaves of the state, which has ``form``."""
         self.values, self.form = values, form
         self.numbers = torch.zeros(1 + len(form.numbers), dtype=torch.float64)
-        self.parts = [_part(self.parameter), *(_part(values[index]) for index in form.tensors), self.numbers]
+        tensors = [self.parameter, *(values[index] for index in form.tensors)]
+        self.parts = [*(local_part(tensor).detach() for tensor in tensors), self.numbers]
 
     def expect(self, form: _Form) -> Unit:
         """Make room for state of a new ``form``. Return the unit that brings it from the owner."""
@@ -299,10 +300,6 @@ class _Task:
         state = pytree.tree_unflatten(self.values, self.form.tree)
         if state or self.parameter in self.optimizer.state:
             self.optimizer.state[self.parameter] = state
-
-
-def _part(value: Any) -> torch.Tensor:
-    return local_part(value).detach()
 
 
 # -- state with a new form

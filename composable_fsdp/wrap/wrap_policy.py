@@ -145,10 +145,11 @@ def _stacks(module: nn.Module, scope: Scope) -> Iterator[list[nn.Module]]:
     if isinstance(module, _STACKS):
         candidates = [child for child in children if child in scope.modules and not isinstance(child, _STACKS)]
         shapes = [(type(child), Counter(p.shape for p in scope.parameters(child))) for child in candidates]
-        repeated = set[type[nn.Module]]()
-        for i, (its_class, of) in enumerate(shapes):
-            if its_class not in repeated and any(c is its_class and _have_similar_shapes(of, o) for c, o in shapes[:i]):
-                repeated.add(its_class)
+        repeated = {
+            kind
+            for i, (kind, own) in enumerate(shapes)
+            if any(kind is other and _have_similar_shapes(own, of_other) for other, of_other in shapes[:i])
+        }
         takes_all = repeated and isinstance(module, nn.ModuleList)
         blocks = [child for child in candidates if takes_all or type(child) in repeated]
     if blocks:
