@@ -21,10 +21,6 @@ RESET = "called reset_iter_state()"
 """The failure of a rank whose program begins the step again outside of all passes, with no backward to come."""
 ABANDONED = f"{RESET} between a forward and its backward"
 
-LOOK = (
-    "Look for the first error in its output. Without one, look in dmesg: if memory runs out, the kernel ends processes "
-    "by signal 9."
-)
 _SHOWN_RANGES = 8
 
 
@@ -182,7 +178,10 @@ def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) ->
             f"{who} did not answer in time. The process is stopped or gone, or its host cannot be reached: look there."
         )
     if missing:
-        return f"{who} {'is' if len(missing) == 1 else 'are'} gone. {LOOK}"
+        return (
+            f"{who} {'is' if len(missing) == 1 else 'are'} gone. Look for the first error in its output. Without one, "
+            "look in dmesg: if memory runs out, the kernel ends processes by signal 9."
+        )
     if late:
         return f"{who} did not come to it in time. If slow, not stuck, give the process group a longer timeout."
     return "a connection was lost. Look for the first error in the output of each rank."

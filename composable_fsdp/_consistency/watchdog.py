@@ -134,7 +134,6 @@ class Watchdog:
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank = rank
-        self._size = size
         self.here = RankReport(rank, process=process_identity())
         """This rank's state, written by the training thread and read by the watchdog thread."""
         self.passes: dict[RunningPass, None] = {}

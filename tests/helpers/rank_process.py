@@ -42,11 +42,7 @@ _STACKS_TIMEOUT = 2.0
 
 
 class RanksError(AssertionError):
-    """A function given to :func:`run_ranks` failed.
-
-    Attributes:
-        failures: descriptions of the failures by rank. Ranks that returned are left out.
-    """
+    """A function given to ``run_ranks`` failed. ``failures`` has descriptions by rank, without ranks that returned."""
 
     def __init__(self, headline: str, failures: Mapping[int, str]) -> None:
         self.failures = dict(failures)
@@ -99,10 +95,8 @@ class RankProcess:
 
 
 def ask(ranks: Sequence[RankProcess], job: bytes, timeout: float, lost: Collection[int] = ()) -> list[Outcome]:
-    """Run a job on all ranks, and kill those that are stuck after ``timeout`` seconds.
-
-    Ranks in ``lost`` are not waited for, and their end does not shorten the time of the others.
-    """
+    """Run a job on all ranks, and kill those that are stuck after ``timeout`` seconds. Ranks in ``lost`` are not waited
+    for, and their end does not shorten the time of the others."""
     begin = time.monotonic()
     for each in ranks:
         with suppress(BrokenPipeError, ConnectionResetError):  # it has just died, which answer() will find
@@ -150,10 +144,8 @@ def _name(function: Callable[..., object]) -> str:
 
 
 def function_stack(stacks: str) -> str:
-    """Extract the stack of the function that ran from faulthandler's text, formatted as in a traceback.
-
-    Empty if no thread has the frame of :func:`run_job`, which is also missing if a deep stack was truncated.
-    """
+    """Extract the stack of the function that ran from faulthandler's text, formatted as in a traceback. Empty if no
+    thread has the frame of :func:`run_job`, which is also missing if a deep stack was truncated."""
     found = re.search(r'((?:  File .*\n)*)  File ".*helpers/rank_process\.py", line \d+ in run_job\n', stacks)
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', found[1] if found else "")
     return "".join(traceback.format_list([(f, int(line), name, None) for f, line, name in reversed(frames)])).rstrip()
@@ -161,11 +153,7 @@ def function_stack(stacks: str) -> str:
 
 def main(rank: int, world_size: int, port: int, pipe: int, stacks: str) -> None:
     """Run jobs until the other end of ``pipe`` is closed. Each begins on all ranks after the one before has ended.
-
-    Args:
-        port: the port of the caller's ``TCPStore`` on the loopback address.
-        stacks: the path of the file for Python's stacks on ``SIGUSR1`` and on a crash.
-    """
+    ``port``: that of the caller's ``TCPStore``. ``stacks``: the file for Python's stacks on SIGUSR1 and on a crash."""
     os.set_inheritable(pipe, False)
     connection: Connection[Any, Any] = Connection(pipe)
     jobs: SimpleQueue[bytes] = SimpleQueue()

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
-from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests._internals import Collective, Transfer, format_ranks
-from tests.helpers.cut_off_store import PartitionableStore
 from tests.helpers.fake_world import FakeWorld
 from tests.helpers.injected_faults import Drop, Fault, FaultyCommunicator, Raise
-from tests.helpers.rank_process import Outcome, RankProcess, RanksError, function_stack, results_of
+from tests.helpers.rank_process import Outcome, RanksError, function_stack, results_of
 
 
 def error_of(*outcomes: Outcome) -> RanksError:
@@ -44,24 +39,6 @@ def test_the_headline_counts_ranks_with_their_own_failure_and_equal_ones_are_sho
     ]
     assert sorted(error.failures) == [0, 2, 3]
     assert str(error_of(stuck, DONE)).startswith(f"{__name__}.error_of did not return in time on rank 0 of 2\n")
-
-
-@pytest.mark.parametrize(
-    ("program", "stacks", "text"),
-    [
-        ("exit 1", "", "ended with exit code 1"),
-        ("kill -KILL $$", "", "died of SIGKILL"),
-        ("kill -TERM $$", "Fatal\n", "died of SIGTERM\nFatal"),
-    ],
-)
-def test_every_end_of_a_process_has_its_message(program: str, stacks: str, text: str, tmp_path: Path) -> None:
-    connection, theirs = Pipe()
-    theirs.close()
-    (tmp_path / "stacks").write_text(stacks)
-    process = subprocess.Popen(["sh", "-c", program], start_new_session=True)
-    process.wait(20)
-    assert RankProcess(process, connection, tmp_path / "stacks").answer() == Outcome(failure=text)
-    assert connection.closed
 
 
 def alone(*faults: Fault) -> FaultyCommunicator:
@@ -91,19 +68,6 @@ def test_a_fault_comes_once_to_the_operation_and_rank_that_it_names() -> None:
     assert gathered(alone(Fault(Drop(), rank=1))) == [1.0, 2.0]
     with pytest.raises(MemoryError, match="none left"):
         gathered(alone(Fault(Raise(MemoryError("none left")))))
-
-
-def test_a_disconnected_store_times_out_until_it_is_reconnected(tmp_path: Path) -> None:
-    store = PartitionableStore(dist.FileStore(str(tmp_path / "store"), 1), seconds=0.05)
-    store.set("a", "1")
-    clone = store.clone()
-    with store.cut_off():
-        for each in (store, clone, dist.PrefixStore("p", store)):
-            with pytest.raises(RuntimeError, match=r"the store did not answer in 0\.05 s"):
-                each.get("a")
-    assert clone.get("a") == b"1"
-    assert store.add("n", 2) == 2
-    store.wait(["a"], timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(

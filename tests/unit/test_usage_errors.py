@@ -671,30 +671,6 @@ def test_a_second_thread_in_one_model_is_refused_and_the_first_continues(where: 
     model(X).sum().backward()
 
 
-@pytest.mark.behaviour("H-06", "H-01")
-def test_a_backward_that_failed_in_a_thread_is_reported_as_left() -> None:
-    """As on accelerators, where autograd has threads of its own."""
-    model = build()
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError
-
-    handle = model[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
-
-    def train() -> None:
-        with pytest.raises(ArithmeticError):
-            model(X).sum().backward()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join(30)
-    handle.remove()
-    with pytest.raises(LifecycleError, match="last backward pass under 'root' has not ended; it was probably left by"):
-        model(X)
-    model.reset_iter_state()
-    model(X).sum().backward()
-
-
 @pytest.mark.behaviour("D-02")
 def test_offloaded_shards_of_a_mesh_without_a_backend_for_cpu_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -216,16 +216,6 @@ def test_a_store_that_never_answers_is_an_error_after_the_timeout(monkeypatch: p
         alone.stop()
 
 
-@pytest.mark.behaviour("H-05")
-def test_a_rank_reported_lost_is_not_waited_for() -> None:
-    store = dist.HashStore()
-    with watching(*(dist.PrefixStore("watch", store) for _ in range(2)), ranks=3) as watchdogs:
-        watchdogs[1].give_up(PeerError("rank 2 is gone"))
-        begin = time.monotonic()
-        assert watchdogs[0].collect_reports([0, 1, 2], 30.0)[1].verdict == "rank 2 is gone"
-        assert time.monotonic() - begin < 29.0  # not the 30 s of the call
-
-
 class UnreliableStore:
     """A store whose next ``failures`` operations fail."""
 
@@ -306,14 +296,6 @@ def test_the_first_rank_that_waits_names_the_others() -> None:
     assert "31.0 s for data, with all other ranks of it, in" in wait_text(
         0, OWN, 31.0, reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=RankReport(2, 3, OWN, 1.0))
     )
-
-
-def test_a_warning_about_many_ranks_is_short() -> None:
-    operation = OperationId(tuple(range(100)), 7, OWN.label)
-    text = wait_text(0, operation, 31.0, {0: RankReport(0, 3, operation, 31.0)})
-    assert text.startswith("rank 0 has waited 31.0 s for ranks 1-99 in ")
-    assert text.count("\n") == 9
-    assert text.endswith("\n  ... and 91 more ranks")
 
 
 def test_the_line_of_the_program_is_found_below_calls_of_libraries() -> None:
@@ -545,13 +527,6 @@ def test_nothing_is_collected_while_stacks_are_read(monkeypatch: pytest.MonkeyPa
     assert collects == [False, False]
 
 
-def test_only_one_module_reads_stacks_of_other_threads() -> None:
-    """Ranks have crashed when they read them with ``faulthandler``, or while garbage was collected."""
-    sources = {path.name: path.read_text() for path in Path(composable_fsdp.__file__).parent.rglob("*.py")}
-    assert [name for name, text in sources.items() if "_current_frames" in text] == ["main_thread.py"]
-    assert [name for name, text in sources.items() if "dump_traceback" in text] == []
-
-
 class Ranks:
     """Runs all ranks of a group in turn, up to the first wait for other ranks."""
 
@@ -572,13 +547,6 @@ class Ranks:
         for agreement in self.agreements:
             agreement.begin(operation, (4,))
         return len(self.asked) - before
-
-
-@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=30))
-@pytest.mark.behaviour("G-04")
-def test_ranks_decide_alike_whether_to_compare(operations: list[str]) -> None:
-    ranks = Ranks(3, OrderCheck.FIRST)
-    assert {ranks.begin(operation) for operation in operations} <= {0, 3}
 
 
 @given(st.permutations("abcdefghijk"), st.integers(1, CONTEXT - 1))
