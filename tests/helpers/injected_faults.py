@@ -1,4 +1,4 @@
-"""Fault injection: the n-th operation of a rank whose label contains a text is delayed, dropped, or kills the process."""
+"""Fault injection: an operation of a rank whose label contains a text is delayed, dropped, or kills the process."""
 
 from __future__ import annotations
 
