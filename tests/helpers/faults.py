@@ -3,7 +3,6 @@ rank of a job without a launcher."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import resource
@@ -199,17 +198,18 @@ def inject_fault(fault: str, model: Any) -> Any:
 def save_on_full_disk(folder: str, model: nn.Module) -> None:
     """Save a checkpoint. The last rank writes to a full device from its second write on."""
 
-    def create(*arguments: Any, **options: Any) -> io.FileIO:
-        file = FileIO(*arguments, **options)
-        if is_last():
+    def create(name: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        file = original(name, mode, *arguments, **options)
+        if is_last() and mode == "xb":
             full = os.open("/dev/full", os.O_WRONLY)
             file.write(b"x")
+            file.flush()
             os.dup2(full, file.fileno())
             os.close(full)
         return file
 
-    FileIO = io.FileIO
-    with mock.patch("io.FileIO", create):
+    original = open
+    with mock.patch("builtins.open", create):
         save(folder, model)
 
 
