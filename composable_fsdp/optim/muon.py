@@ -62,7 +62,7 @@ class Muon(Optimizer):
         ns_steps: the number of iterations.
         adjust_lr_fn: ``"original"`` multiplies ``lr`` by ``sqrt(max(1, rows / columns))``, as does ``None``;
             ``"match_rms_adamw"`` by ``0.2 * sqrt(max(rows, columns))``, so that a learning rate of AdamW fits.
-        bucket_bytes: the bytes of a bucket's messages on a rank. A step takes up to twice as many, or 6 times the
+        bucket_bytes: the bytes of a bucket's messages on a rank. A step takes about twice as many, or 6 times the
             largest matrix in bfloat16 if that is more; and up to 5 times the matrix that is computed.
 
     Raises:

@@ -62,7 +62,7 @@ def owner_step(optimizer: OptimizerT, *, bucket_bytes: int = 256 << 20) -> Optim
     Args:
         optimizer: an optimizer whose update of a parameter depends on that parameter, its gradient, its state and its
             group only. Its state for a parameter is a dict, of tensors, numbers, and lists, tuples and dicts of them.
-        bucket_bytes: the bytes of a bucket's messages on a rank, including state. A step takes up to twice as many, or
+        bucket_bytes: the bytes of a bucket's messages on a rank, including state. A step takes about twice as many, or
             6 times the largest parameter with its state if that is more.
 
     Returns:
