@@ -4,7 +4,7 @@
 
 Each variant reads one element of every full parameter, in turn. Times are of this rank's processor (CPU time, mean of
 the ranks) and of the slowest rank. Memory is the peak of what torch allocates beside the model, of the rank that has
-most, in bytes of full parameters of a bucket of ours: the stream may take ``1 + ahead``.
+most, in bytes of full parameters of a bucket of ours: the stream may take two.
 
 A second table has streams of changed values in bf16 by density, beside a full stream in bf16: bytes of the flushes that
 a receiver gets, and times with the checksum of the flushes. The memory of what was sent is not in the peak.

@@ -130,7 +130,8 @@ class BucketGather:
         headers = self._header.new_empty(axis.size, self._header.shape[1])
         torch.amax(self._header, 0, out=headers[axis.rank])
         self._header = headers
-        transfers = [Transfer(headers.view(-1), headers[axis.rank])]
+        own = headers.view(torch.uint8)  # as messages: NCCL coalesces only tensors of one dtype
+        transfers = [Transfer(own.view(-1), own[axis.rank])]
         for k, message in enumerate(self._plan.messages):
             if number in message.route:
                 before = self._rows[k]
