@@ -7,6 +7,7 @@ its identity. Each time namespace has a clock of its own, so start times are com
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,16 @@ def has_died(identity: str) -> bool:
     return bool(place) and place == _place() and _start_time(int(values[0])) != values[1]
 
 
+def exit_text(identity: str) -> str:
+    """Return the signal that ended the process of ``identity``, which has died, as `` (signal 9, Killed)``.
+
+    Empty if there was none, and once the parent has waited for the process. Linux shows it to the same user only.
+    """
+    state, *values = _stat(int(identity.rsplit(" ", 2)[1]))
+    number = int(values[-1]) & 0x7F if state in _ENDED else 0
+    return f" (signal {number}, {signal.strsignal(number)})" if number else ""
+
+
 @cache
 def _place() -> str:
     """Return the boot of this host, and the namespaces of process ids and, from Linux 5.6 on, of start times."""
@@ -39,9 +50,14 @@ def _place() -> str:
 
 def _start_time(process: int) -> str:
     """Return when ``process`` started, or an empty text if it has ended."""
+    state, *values = _stat(process)
+    return "" if state in ("", *_ENDED) else values[18]
+
+
+def _stat(process: int) -> list[str]:
+    """Return the state of ``process`` and the values after it, or one empty text if there is no such process."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(errors="replace")  # a name is cut to 15 bytes
     except OSError:
-        return ""
-    state, *values = text.rpartition(")")[2].split()  # a name in brackets comes before, with any characters
-    return "" if state in _ENDED else values[18]
+        return [""]
+    return text.rpartition(")")[2].split()  # a name in brackets comes before, with any characters

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 from composable_fsdp.errors import ConfigurationError, DivergenceError, FSDPError, PeerError
@@ -115,7 +116,7 @@ def diagnose(
     *,
     lost: str = "",
     timed_out: bool = False,
-    gone: Sequence[int] = (),
+    gone: Mapping[int, str] = MappingProxyType({}),
 ) -> FSDPError | None:
     """Return the error that explains why ``own`` cannot complete, or ``None`` if the reports do not show one.
 
@@ -124,7 +125,7 @@ def diagnose(
         reports: reports of the ranks that answered, by rank.
         lost: the transport's error, if it lost a connection. Then ranks that did not answer are considered gone.
         timed_out: whether that error was a timeout.
-        gone: ranks without a report whose processes are known to have ended.
+        gone: ranks without a report whose processes are known to have ended, each with its exit text.
     """
     for report in reports.values():
         if report.verdict:  # the first rank to find the cause decides for all
@@ -153,7 +154,7 @@ def diagnose(
         if shared:
             last = max(shared, key=lambda operation: (operation.line == own.line, operation.number))
             lines[rank] = f"rank {rank} last took part in {last}"
-    absence = _absence(missing, late, timed_out=timed_out)
+    absence = _absence(missing, late, gone.values(), timed_out=timed_out)
     return PeerError(f"{own} cannot be done: {absence}{_text(lines)}\n  {lost}", missing or late)
 
 
@@ -170,7 +171,7 @@ def _text(lines: Mapping[int, str]) -> str:
     return "".join(f"\n  {line}" for _, line in sorted(lines.items()))
 
 
-def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) -> str:
+def _absence(missing: Sequence[int], late: Sequence[int], exits: Iterable[str], *, timed_out: bool) -> str:
     """Return which ranks are missing and what to do. ``missing`` do not answer; ``late`` do, but are elsewhere."""
     who = format_ranks(missing or late)
     if missing and timed_out:
@@ -179,8 +180,8 @@ def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) ->
         )
     if missing:
         return (
-            f"{who} {'is' if len(missing) == 1 else 'are'} gone. Look for the first error in its output. Without one, "
-            "look in dmesg: if memory runs out, the kernel ends processes by signal 9."
+            f"{who} {'is' if len(missing) == 1 else 'are'} gone{''.join(sorted(set(exits)))}. Look for the first error "
+            "in its output. Without one, look in dmesg: if memory runs out, the kernel ends processes by signal 9."
         )
     if late:
         return f"{who} did not come to it in time. If slow, not stuck, give the process group a longer timeout."

@@ -33,7 +33,7 @@ from zlib import crc32
 import torch.distributed as dist
 
 from composable_fsdp._consistency.main_thread import has_ended, main_thread_line
-from composable_fsdp._consistency.process_identity import has_died, process_identity
+from composable_fsdp._consistency.process_identity import exit_text, has_died, process_identity
 from composable_fsdp._consistency.rank_report import (
     OperationId,
     RankReport,
@@ -153,6 +153,8 @@ class Watchdog:
         self._due = 0.0
         self._processes: dict[int, str] = {}
         """The identities of other ranks' processes, as far as known."""
+        self._exits: dict[int, str] = {}
+        """The exit texts of those that have ended."""
         self._warnings = WarningTimes()
         _pipe()  # before the thread, which reads it
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
@@ -288,7 +290,7 @@ class Watchdog:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             # The last report of a rank is written before its process ends.
-            gone = {rank for rank in wanted if has_died(self._processes.get(rank, ""))}
+            gone = {rank for rank in wanted if self._has_died(rank)}
             self._answer()  # other ranks may be collecting too
             for rank in wanted:
                 if rank not in found and (report := self._fresh_report(rank, number)) is not None:
@@ -304,13 +306,19 @@ class Watchdog:
         """
         reports = self.collect_reports(operation.ranks)
         missing = [rank for rank in operation.ranks if rank not in reports]
-        gone = [rank for rank in missing if has_died(self._processes.get(rank, ""))]
+        gone = {rank: self._exits[rank] for rank in missing if self._has_died(rank)}
         error = diagnose(operation, reports, lost=lost, timed_out=timed_out, gone=gone)
         seconds = reports[self.rank].seconds
         is_due = error is None and self._warnings.is_due(operation, seconds)
         if is_due and (text := wait_text(self.rank, operation, seconds, reports)):
             logger.warning("%s", printable(text))
         return error
+
+    def _has_died(self, rank: int) -> bool:
+        identity = self._processes.get(rank, "")
+        if died := has_died(identity):
+            self._exits.setdefault(rank, exit_text(identity))  # its parent may wait for it soon
+        return died
 
     def _fresh_report(self, rank: int, number: int) -> RankReport | None:
         key = f"report/{rank}"

@@ -197,10 +197,10 @@ def test_a_rank_whose_program_ended_is_named_with_what_ended_it(
 
 @pytest.mark.behaviour("H-03", "H-05")
 @parametrize_programs("killed in forward")
-def test_a_rank_that_is_killed_is_named(programs: Programs) -> None:
+def test_the_signal_that_ended_a_rank_is_named_until_its_parent_has_waited_for_it(programs: Programs) -> None:
     error = programs.read_report(0)
     assert error.kind == "PeerError"
-    assert re.search(r"rank 1 (\(process \d+\) )?is gone[.,]", error.text), error.text
+    assert re.search(r"rank 1 (\(process \d+\) )?is gone \(signal 9, Killed\)[.,]", error.text), error.text
     assert "Without one, look in dmesg: if memory runs out, the kernel ends processes by signal 9." in error.text
     assert LAST_KNOWN.search(error.text)
     assert programs.processes[1].wait() == -signal.SIGKILL

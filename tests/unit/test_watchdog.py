@@ -122,8 +122,8 @@ def test_a_rank_that_has_called_a_reset_comes_no_more_unless_it_has_done_its_par
 def test_a_rank_without_a_report_after_a_lost_connection_is_gone() -> None:
     records = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0))
     assert "cannot be done: rank 2 is gone. Look for" in str(diagnose(OWN, records, lost="closed"))
-    died = str(diagnose(OWN, records, gone=[2]))
-    assert "cannot be done: rank 2 is gone. Look for the first error in its output. Without" in died
+    died = str(diagnose(OWN, records, gone={2: " (signal 9, Killed)"}))
+    assert "cannot be done: rank 2 is gone (signal 9, Killed). Look for the first error in its output. Without" in died
     late = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=RankReport(2, 2))
     assert "cannot be done: rank 2 did not come to it in time." in str(diagnose(OWN, late, lost="timed out"))
     assert diagnose(OWN, late) is None
