@@ -589,20 +589,20 @@ def _pipe() -> tuple[int, int, select.poll]:
 
 
 def _read_signals() -> bytes:
-    reader, _, unread = _pipe()
-    with suppress(BlockingIOError):  # another thread has read it
-        return os.read(reader, 4096) if unread.poll(0) else b""  # reading an empty pipe would cost an exception
+    with suppress(BlockingIOError):
+        return os.read(_pipe()[0], 4096)
     return b""
 
 
 def listen() -> None:
     """Start listening if this is the main thread, and forget earlier signals, which were handled."""
     if threading.current_thread() is threading.main_thread():
-        writer = _pipe()[1]
+        _, writer, unread = _pipe()
         other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         if other not in (_NO_DESCRIPTOR, writer):
             signal.set_wakeup_fd(other)
-        _read_signals()
+        elif unread.poll(0):  # reading an empty pipe would cost an exception in each wait
+            _read_signals()
 
 
 def stop_listening() -> None:
