@@ -110,24 +110,6 @@ def test_results_have_the_bits_that_gloo_gives(world_size: int) -> None:
         run_ranks(compare_with_gloo, world_size, seed)
 
 
-def launch_many(count: int) -> None:
-    communicator = shared()
-    launched: list[tuple[Work, torch.Tensor]] = []
-    for k in range(count):
-        output = torch.empty(communicator.size * 8)
-        launched.append(
-            (communicator.launch(Collective.ALL_GATHER, [Transfer(output, torch.full((8,), float(k)))]), output)
-        )
-    for k, (work, output) in enumerate(launched):
-        work.wait()
-        assert output.eq(k).all()
-
-
-def test_a_launch_does_not_wait_even_where_sockets_are_full() -> None:
-    run_ranks(launch_many, 2, 10)
-    run_ranks(launch_many, 2, 1000)
-
-
 @on_ranks(2, 4)
 def test_ranks_may_wait_for_two_axes_in_opposite_orders() -> None:
     communicators = [shared(), shared(new_group())]
@@ -277,12 +259,6 @@ def test_hybrid_and_smaller_meshes_and_doubles_use_shared_memory() -> None:
     assert shared(new_group()).size == 4
 
 
-@on_ranks(2)
-def test_groups_with_a_backend_of_each_device_use_it() -> None:
-    """Check ``init_process_group("cpu:gloo,cuda:nccl")`` without CUDA: torch's backend name lists all devices."""
-    assert find(communicator_over(dist.new_group(backend="cpu:gloo"), "cpu"), SharedMemoryCommunicator) is not None
-
-
 def lose_a_rank(numel: int) -> None:
     communicator = shared(new_group())
     full, shard = torch.ones(communicator.size * numel), torch.ones(numel)
@@ -313,10 +289,7 @@ def test_a_missing_rank_is_an_error_after_the_timeout(switch: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, switch)
         communicator = communicator_over(new_group(seconds=1), "cpu")
-    expected = {
-        "1": r"all-reduce \(operation 1 of ranks \[0, 1\]\) cannot be done: rank 1 did not come to it in time",
-        "0": r"all-reduce \(operation 1 of ranks \[0, 1\]\) cannot be done: rank 1 did not come to it in time",
-    }[switch]
+    expected = r"all-reduce \(operation 1 of ranks \[0, 1\]\) cannot be done: rank 1 did not come to it in time"
     if communicator.rank == 0:
         with pytest.raises(PeerError, match=expected):
             communicator.launch(Collective.ALL_REDUCE, in_place([torch.ones(1)])).wait()
