@@ -25,7 +25,7 @@ from composable_fsdp import (
     stream_changed_params,
     stream_full_params,
 )
-from composable_fsdp.errors import ConfigurationError, DivergenceError, FlushError
+from composable_fsdp.errors import ConfigurationError, DivergenceError, FlushError, ParameterError
 from composable_fsdp.plugins.weight_stream import Flush, JoinPart, Position, SentParams, WeightStream, apply_changes
 from tests._internals import BucketGather, ChangedBucket
 from tests.helpers.counted_collectives import counted_collectives
@@ -149,6 +149,12 @@ def test_a_receiver_of_changes_has_the_bytes_of_a_full_stream(kind: str) -> None
         if step % 8 == 7:
             sparse += sum(not flush.is_whole for flush in receiver.update())
     assert sparse >= 4
+    if kind == "tensor parallel":
+        mixed = {"embedding.weight": JoinPart("x", 0, 2), "layers.0.q.weight": JoinPart("x", 1, 2)}
+        with pytest.raises(
+            ParameterError, match=r"'x' is joined of parameters that are sharded over different axes, of"
+        ):
+            stream_changed_params(model, SentParams(), key_map=mixed.get)
 
 
 class Stop(Exception):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from composable_fsdp import MixedPrecisionPolicy, fully_shard, unsharded_params
+from composable_fsdp import MixedPrecisionPolicy, fully_shard, stream_full_params, unsharded_params
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 from tests._internals import extent_of, gather
 from tests.helpers.models import TASKS, shard_layers
@@ -299,6 +299,10 @@ def test_invalid_uses_of_unsharded_params_are_errors() -> None:
     output.sum().backward()
     with unsharded_params(model.get_submodule("layers.2")):
         enter()
+        with pytest.raises(
+            LifecycleError, match=r"^stream_full_params was called for .* inside unsharded_params or init"
+        ):
+            stream_full_params(model)
         for call in (lambda: model(*batch[:-1]), sharded(model.get_submodule("layers.2")).unshard):
             with pytest.raises(LifecycleError, match="inside unsharded_params"):
                 call()
