@@ -112,7 +112,7 @@ NAMED = {
 
 
 @pytest.mark.behaviour("H-01", "H-05", "J-03")
-@pytest.mark.parametrize(("name", "transport"), zip(NAMED, cycle(TRANSPORTS), strict=False))
+@pytest.mark.parametrize(("name", "transport"), list(zip(NAMED, cycle(TRANSPORTS), strict=False)))
 def test_reductions_kept_by_fsdp2_after_a_failed_step_are_dropped(name: str, transport: str) -> None:
     run_ranks(fail_and_continue, 2, NAMED[name], environment=TRANSPORTS[transport])
 
