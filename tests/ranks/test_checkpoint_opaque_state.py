@@ -138,7 +138,7 @@ def goes_on(folder: Path, kind: str, world: str, way: str, dtype: torch.dtype) -
         fresh, its = built(kind, world, 1, way, dtype)
         with logged() as texts:
             load(folder / name, fresh, its)
-        assert not texts
+        assert not texts, texts
         assert_same_state(state_of(its), saved)
         train(fresh, its, range(3, 5))
         assert_same_weights(fresh, model)
