@@ -514,7 +514,7 @@ class _HybridReduce:
         self._reductions = reductions
         self._name = name
         messages = [(r.bucket.pgs.exchange, r.buffers.message) for r in reductions if r.buffers.message is not None]
-        by_communicator = group_by_key([c for c, _ in messages], [message for _, message in messages])
+        by_communicator = group_by_key(*zip(*messages, strict=True)) if messages else ()
         self._exchanges = [Exchange(members, communicator, device) for communicator, members in by_communicator]
 
     def reduce_scatter(self) -> Work:
