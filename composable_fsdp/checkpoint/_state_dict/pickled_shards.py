@@ -235,7 +235,8 @@ def _copied_by_class(local: torch.Tensor, cuts: Sequence[tuple[Piece, tuple[_Spa
     try:
         for piece, (here, there) in cuts:
             own, given = _cut(local, here), _cut(piece.tensor, there)
-            if not _is_alike(own, given) or not storage_addresses(own) <= addresses:
+            # What is saved went through detach, which may change what the class says of itself, such as its dtype.
+            if not _is_alike(own.detach(), given) or not storage_addresses(own) <= addresses:
                 return False
             for mine, saved in zip(plain_tensors(own), plain_tensors(given), strict=True):
                 mine.copy_(saved)
