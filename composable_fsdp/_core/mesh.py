@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
-from composable_fsdp._core.comm import Communicator, GroupCommunicator, communicator_over, loopback
+from composable_fsdp._core.comm import Communicator, GroupCommunicator, LoopbackCommunicator, communicator_over
 from composable_fsdp._core.group_plan import PlanOptions
 from composable_fsdp._core.layout import NEVER_ZERO_COPY
 from composable_fsdp._core.memory import contiguous_strides, current_device, device_capabilities
@@ -47,7 +47,7 @@ class DataParallelAxes:
     mesh: DeviceMesh
     device: torch.device
     shard: Communicator
-    replicate: Communicator = field(default_factory=loopback)
+    replicate: Communicator = field(default_factory=LoopbackCommunicator)
     divide: float | None = None
 
     @cached_property
@@ -108,7 +108,7 @@ def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:
         )
     # The last axis shards, the first of two replicates.
     shard = axis_communicator(mesh, mesh.ndim - 1)
-    replicate = axis_communicator(mesh, 0) if mesh.ndim == 2 else loopback()
+    replicate = axis_communicator(mesh, 0) if mesh.ndim == 2 else LoopbackCommunicator()
     return DataParallelAxes(mesh, current_device(mesh.device_type), shard, replicate)
 
 
@@ -133,7 +133,7 @@ def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
 
 def axis_communicator(mesh: DeviceMesh, dim: int) -> Communicator:
     if mesh.size(dim) == 1:
-        return loopback()
+        return LoopbackCommunicator()
     return communicator_over(mesh.get_group(dim), mesh.device_type)
 
 

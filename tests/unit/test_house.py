@@ -26,7 +26,7 @@ MOST_CODE = {
     ".": 632,
     "_api": 966,
     "_consistency": 850,
-    "_core": 5180,
+    "_core": 5176,
     "checkpoint": 2758,
     "cli": 319,
     "codecs": 263,
@@ -40,7 +40,7 @@ MOST_CODE = {
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 18363
+MOST_CODE_OF_ALL = 18359
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""
