@@ -20,12 +20,6 @@ from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
 
 
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    model = Tied()
-    load_safetensors(model, folder)
-    return state_of(model)
-
-
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 

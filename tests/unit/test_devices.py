@@ -148,18 +148,13 @@ def test_only_one_module_branches_on_the_kind_of_a_device() -> None:
     assert {path for path in ELSEWHERE if not found[path]} == set(), "these are no exceptions any more"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "if shard.device.type == 'cpu': pass",
-        "pinned = self.pin_memory and device.type != 'meta'",
-        "if mesh.device_type in NAMES: pass",
-        "average = backend in ('nccl', 'xccl')",
-        "if tensor.is_cuda: pass",
-        "module = torch.get_device_module(device)",
-        "match device.type:\n  case 'cpu': pass",
-        "if dist.get_backend(group).startswith('gl'): pass",
-    ],
-)
-def test_a_branch_is_found(source: str) -> None:
-    assert len(list(branches(source))) == 1
+def test_branches_are_found() -> None:
+    source = """
+pinned = self.pin_memory and device.type != 'meta'
+if mesh.device_type in NAMES: pass
+average = backend in ('nccl', 'xccl')
+if tensor.is_cuda: pass
+match device.type:
+  case 'cpu': pass
+"""
+    assert sorted(int(found.partition(":")[0]) for found in branches(source)) == [2, 3, 4, 5, 6]

@@ -11,7 +11,6 @@ from pathlib import Path
 from tests.helpers.fresh_process import run_program
 from tests.helpers.house import (
     class_fields,
-    code_lines,
     imported_by,
     imported_code,
     imported_names,
@@ -133,26 +132,6 @@ def test_few_frames_lie_between_a_hook_and_the_collective() -> None:
     assert found.keys() == MOST_FRAMES_TO_C10D.keys()
     for which, depths in found.items():
         assert max(depths) <= MOST_FRAMES_TO_C10D[which], (which, depths)
-
-
-def test_imports_docstrings_comments_and_blank_lines_are_no_code() -> None:
-    source = '''"""Text."""
-import torch
-__all__ = ["f"]
-
-@g
-def f(
-    a,
-):
-    """Text."""
-    # Why.
-
-    return (
-        # Why this.
-        a
-    )
-'''
-    assert code_lines(source) == {5, 6, 7, 8, 12, 14, 15}
 
 
 def test_loops_over_sets_are_found() -> None:

@@ -179,15 +179,6 @@ def test_no_attribute_comes_from_torchs_class(ours: Callable[[], type], theirs: 
     assert sorted(name for name in names if is_from_torch_fsdp(cls, name)) == []
 
 
-def test_the_compat_check_notices_an_inherited_method() -> None:
-    class Careless(torch_fsdp.FSDPModule):
-        set_is_last_backward = torch_fsdp.FSDPModule.set_is_last_backward
-
-    assert is_from_torch_fsdp(Careless, "reshard")
-    assert is_from_torch_fsdp(Careless, "set_is_last_backward")
-    assert not is_from_torch_fsdp(FSDPModule, "reshard")
-
-
 @pytest.mark.behaviour("A-18")
 @pytest.mark.parametrize("nested", [False, True], ids=["itself", "inside a plain module"])
 def test_pickling_is_one_error_that_points_at_state_dicts(nested: bool) -> None:

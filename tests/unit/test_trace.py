@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import doctest
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 from composable_fsdp import trace
-from composable_fsdp.trace import Operation, Recorder, TraceEvent, emit, listeners, now
-from tests.helpers.assert_trace import assert_trace
+from composable_fsdp.trace import Operation, Recorder, emit, listeners, now
 
 
 @pytest.fixture(autouse=True)
@@ -17,20 +16,6 @@ def _check_no_listeners() -> Iterator[None]:
     assert listeners == []
     yield
     assert listeners == []
-
-
-def allocate(group: str, nbytes: int) -> TraceEvent:
-    return TraceEvent(Operation.ALLOCATE, group, nbytes, "", 0.0, 0.0)
-
-
-def free(group: str, nbytes: int) -> TraceEvent:
-    return TraceEvent(Operation.FREE, group, nbytes, "", 0.0, 0.0)
-
-
-def recorded(*events: TraceEvent) -> Recorder:
-    recorder = Recorder()
-    recorder.events.extend(events)
-    return recorder
 
 
 def test_events_are_recorded_in_order_while_the_recorder_is_entered_and_not_before_or_after() -> None:
@@ -65,30 +50,3 @@ def test_the_example_in_the_documentation_is_true() -> None:
     failed, attempted = doctest.testmod(trace)
     assert attempted
     assert not failed
-
-
-def recorded_lines(*lines: str) -> Recorder:
-    with Recorder() as recorder:
-        for line in lines:
-            operation, group = line.split(" ")
-            emit(Operation(operation), group)
-    return recorder
-
-
-def difference(recorder: Sequence[TraceEvent] | Recorder, *lines: str) -> str:
-    with pytest.raises(AssertionError) as error:
-        assert_trace(recorder, *lines)
-    return str(error.value)
-
-
-def test_a_difference_is_shown() -> None:
-    actual = recorded_lines("allocate a", "unshard a", "unshard long.name", "wait a", "reduce a", "wait long.name")
-    assert difference(actual, "unshard a", "wait a", "unshard long.name", "wait long.name", "wait c").splitlines() == [
-        "The trace is not what was expected (unshard, wait; - expected, + actual):",
-        "  unshard a",
-        "+ unshard long.name",
-        "  wait a",
-        "- unshard long.name",
-        "  wait long.name",
-        "- wait c",
-    ]

@@ -27,7 +27,6 @@ from tests.helpers.refusals import assert_refused
 pytestmark = [pytest.mark.behaviour("B-01"), pytest.mark.usefixtures("one_rank")]
 
 OPTIONS = {"reshard_after_forward", "mesh", "strategy"}
-BYTES = 4
 
 
 class Block(nn.Module):
