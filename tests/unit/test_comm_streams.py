@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import CommStream, CommStreams, DeviceCapabilities, without_grad
+from tests._internals import CommStream, CommStreams, DeviceCapabilities
 from tests.simulation import simulated_accelerator
 
 
@@ -231,13 +231,6 @@ def test_copies_of_the_next_collective_wait_for_none_in_flight() -> None:
     assert log[2:] == ["compute waits for second", "compute waits for first"]
 
 
-def test_a_stream_can_be_joined() -> None:
-    device = SimulatedDevice()
-    stream_of(device, "first").join()
-    stream_of(torch.cpu, "null").join()
-    assert device.log == ["compute waits for first"]
-
-
 @pytest.mark.parametrize("simulated", [False, True])
 def test_buffers_live_until_the_work_has_been_waited_for(simulated: bool) -> None:
     stream = stream_of(SimulatedDevice() if simulated else torch.cpu, "gather")
@@ -254,27 +247,6 @@ def test_buffers_live_until_the_work_has_been_waited_for(simulated: bool) -> Non
     pending.wait()
     gc.collect()
     assert alive() is None
-
-
-@without_grad
-def records_inside(fails: bool = False) -> bool:
-    if fails:
-        raise ValueError("raised by the test")
-    return torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("outside", [True, False])
-def test_operations_inside_are_not_recorded_and_the_mode_is_restored(outside: bool) -> None:
-    with torch.set_grad_enabled(outside):
-        assert not records_inside()
-        assert torch.is_grad_enabled() == outside
-
-
-def test_the_mode_is_restored_after_an_exception() -> None:
-    with torch.enable_grad():
-        with pytest.raises(ValueError, match="raised by the test"):
-            records_inside(fails=True)
-        assert torch.is_grad_enabled()
 
 
 class FinishedWork:

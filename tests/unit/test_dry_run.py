@@ -199,7 +199,7 @@ def step_of(model: FSDPModule, drawn: Drawn, optimizer: SGD) -> None:
     optimizer.step()
 
 
-MODELS = int(os.environ.get("DRY_RUN_MODELS", "40"))
+MODELS = int(os.environ.get("DRY_RUN_MODELS", "30"))
 """The number of drawn models. Those of CI are the same in every run."""
 
 

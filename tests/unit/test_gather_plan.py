@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -80,15 +79,9 @@ def test_a_plan_has_each_run_of_forward_and_those_of_backward_in_reverse(model: 
     assert [run.group for run in plan.forward] == begun(record)
     ended = [event.group for event in record.events if event.hook is s.Hook.POST_FORWARD]
     assert [run.group for run in plan.backward] == [name for name in reversed(ended) if facts[name].has_parameters]
-
-
-@given(drawn())
-def test_every_group_is_gathered_by_its_own_run_at_the_latest(model: Drawn) -> None:
-    record, facts, limits = model
-    for runs, _ in both(g.make_plan(record, facts, limits)):
-        for run in runs:
-            assert run.own[0] == run.group
-            assert len(set(run.own)) == len(run.own)
+    for run in (*plan.forward, *plan.backward):
+        assert run.own[0] == run.group, "gathered by its own run at the latest"
+        assert len(set(run.own)) == len(run.own)
 
 
 @given(drawn())
@@ -139,25 +132,13 @@ def test_a_prefetch_gathers_what_the_run_itself_would_gather(model: Drawn) -> No
 
 
 @given(drawn())
-def test_what_backward_does_not_need_is_gathered_there_by_no_other_run(model: Drawn) -> None:
-    record, facts, limits = model
-    for run in g.make_plan(record, facts, limits).backward:
-        others = {name for gather in (run.own[1:], *run.ahead) for name in gather}
-        assert all(facts[name].unshard_in_backward for name in others)
-
-
-@given(drawn())
-def test_only_a_forward_on_streams_gathers_ahead_before_the_wait_for_a_prefetched_group(model: Drawn) -> None:
+def test_a_forward_on_streams_gathers_ahead_before_waits_and_keeps_the_groups_that_backward_needs_first(
+    model: Drawn,
+) -> None:
     record, facts, limits = model
     plan = g.make_plan(record, facts, limits)
     assert {run.before_wait for run in plan.forward} == {limits.has_streams}
     assert {run.before_wait for run in plan.backward} <= {False}
-
-
-@given(drawn())
-def test_the_groups_that_backward_needs_first_are_kept_on_streams(model: Drawn) -> None:
-    record, facts, limits = model
-    plan = g.make_plan(record, facts, limits)
     with_parameters = [name for name in begun(record) if facts[name].has_parameters]
     last = with_parameters[len(with_parameters) - min(len(with_parameters), 1 + limits.prefetch) :]
     kept = {n for n in last if facts[n].reshard is ReshardKind.AUTO and facts[n].unshard_in_backward}
@@ -168,28 +149,6 @@ def test_the_groups_that_backward_needs_first_are_kept_on_streams(model: Drawn) 
             assert list(together) == last[-len(together) :], "those that come after it are in memory with it"
             assert len(together) <= 1 + limits.prefetch, "as many as backward would prefetch"
     assert not any(run.keep for run in plan.backward)
-
-
-@given(drawn())
-def test_each_pass_changes_its_own_part_of_a_plan(model: Drawn) -> None:
-    record, facts, limits = model
-    order = begun(record)
-    plan = g.Plan(
-        tuple(g.PlannedRun(name, (name,)) for name in order),
-        tuple(g.PlannedRun(name, (name,)) for name in reversed(record.ended)),
-        g.fusions(dict.fromkeys(order), facts, limits.fused_bytes),
-    )
-    for change, allowed in (
-        (g.fuse, {"own", "fused"}),
-        (g.prefetch, {"ahead", "before_wait"}),
-        (g.keep_last, {"keep"}),
-    ):
-        before, plan = plan, change(plan, facts, limits)
-        assert plan.fused == before.fused
-        for (old, _), (new, _) in zip(both(before), both(plan), strict=True):
-            for left, right in zip(old, new, strict=True):
-                assert replace(right, **{name: getattr(left, name) for name in allowed}) == left
-    assert plan == g.make_plan(record, facts, limits)
 
 
 @given(drawn(), st.booleans())

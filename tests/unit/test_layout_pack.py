@@ -21,7 +21,6 @@ from tests._internals import (
     PlanOptions,
     ReduceLayout,
     TensorShards,
-    group_by_key,
     pack_gradient,
     pack_messages,
     plan_gather,
@@ -255,14 +254,6 @@ def test_a_single_payload_is_sent_without_a_copy() -> None:
     payload = torch.ones(3)
     (transfer,) = pack_messages([AllGatherBuffers([], [payload])], FakeWorld(2).communicator(0), HOST)
     assert transfer.input is payload
-
-
-@given(st.lists(st.integers(0, 3)))
-def test_items_with_equal_keys_are_grouped_in_order_of_first_occurrence(keys: list[int]) -> None:
-    found = group_by_key(keys, range(len(keys)))
-    assert [key for key, _ in found] == list(dict.fromkeys(keys))
-    for key, members in found:
-        assert members == [place for place, each in enumerate(keys) if each == key]
 
 
 class ChunkCats(TorchDispatchMode):

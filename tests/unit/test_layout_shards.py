@@ -30,18 +30,6 @@ from tests._internals import (
 from tests.helpers.layouts import tensor_shards
 
 
-@given(st.integers(0, 200), st.integers(1, 17))
-def test_the_ranges_of_all_ranks_in_order_tile_the_dim(length: int, n: int) -> None:
-    assert [i for r in range(n) for i in ShardLayout(length, n).owned_by(r)] == list(range(length))
-
-
-@given(st.integers(0, 200), st.integers(1, 17))
-def test_the_cut_is_the_one_of_torch_chunk(length: int, n: int) -> None:
-    chunks = [tuple(chunk.tolist()) for chunk in torch.arange(length).chunk(n)]
-    chunks += [()] * (n - len(chunks))  # torch omits empty chunks
-    assert [tuple(ShardLayout(length, n).owned_by(r)) for r in range(n)] == chunks
-
-
 @given(tensor_shards())
 def test_the_shards_of_all_ranks_are_the_chunks_of_the_tensor(shards: TensorShards) -> None:
     chunks = torch.empty(shards.shape).chunk(shards.num_shards, shards.dim)
@@ -215,21 +203,14 @@ def all_ranks(axes: list[tuple[int, int, int]]) -> list[list[Cut]]:
 
 @given(cut_tensors())
 @pytest.mark.behaviour("F-07")
-def test_each_local_shard_is_a_chunk_of_chunks(drawn) -> None:
+def test_each_local_shard_is_a_chunk_of_chunks_and_boxes_of_all_ranks_tile_the_tensor(drawn) -> None:
     shape, axes = drawn
+    seen = torch.zeros(shape, dtype=torch.int64)
     for parts in all_ranks(axes):
         extent, expected = ShardExtent.after(shape, parts), cut_with_torch(shape, parts)
         assert extent.local_shape == tuple(expected.shape)
         assert torch.equal(extent.take(numbered(shape)), expected)
 
-
-@given(cut_tensors())
-@pytest.mark.behaviour("F-07")
-def test_the_boxes_of_all_ranks_tile_the_tensor(drawn) -> None:
-    shape, axes = drawn
-    seen = torch.zeros(shape, dtype=torch.int64)
-    for parts in all_ranks(axes):
-        extent = ShardExtent.after(shape, parts)
         part = torch.full(extent.local_shape, -1)
         for offsets, local_offsets, sizes in extent.boxes():
             here = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
@@ -248,7 +229,7 @@ def test_a_local_shard_in_one_block_is_a_view() -> None:
 
 @given(cut_tensors(), st.integers(1, 30))
 @pytest.mark.behaviour("F-11")
-def test_pieces_tile_a_box_in_its_order_and_span_no_more_than_asked(drawn, limit: int) -> None:
+def test_pieces_and_runs_tile_a_box_in_its_order_and_pieces_span_no_more_than_asked(drawn, limit: int) -> None:
     shape, axes = drawn
     full = numbered(shape)
     for parts in all_ranks(axes):
@@ -258,20 +239,12 @@ def test_pieces_tile_a_box_in_its_order_and_span_no_more_than_asked(drawn, limit
             found = [taken(full, p.offsets, p.sizes).reshape(-1) for p in pieces]
             assert torch.equal(torch.cat(found), taken(full, box.offsets, box.sizes).reshape(-1))
             assert all(len(f) == 1 or f[-1] - f[0] < limit for f in found)
+            length, starts = box.runs(shape)
+            elements = [element for start in starts for element in range(start, start + length)]
+            assert elements == taken(full, box.offsets, box.sizes).reshape(-1).tolist()
             for piece, values in zip(pieces, found, strict=True):
                 part = taken(extent.take(full), piece.local_offsets, piece.sizes)
                 assert torch.equal(part.reshape(-1), values)
-
-
-@given(cut_tensors())
-@pytest.mark.behaviour("F-11")
-def test_runs_are_the_positions_of_the_elements_of_a_block(drawn) -> None:
-    shape, axes = drawn
-    for parts in all_ranks(axes):
-        for box in ShardExtent.after(shape, parts).boxes():
-            length, starts = box.runs(shape)
-            found = [element for start in starts for element in range(start, start + length)]
-            assert found == taken(numbered(shape), box.offsets, box.sizes).reshape(-1).tolist()
 
 
 def taken(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:

@@ -138,25 +138,26 @@ def test_gradients_are_local_exactly_while_some_have_not_been_sent(operations: l
         assert (state in LOCAL_GRADIENTS) == unsent
 
 
-def test_an_illegal_operation_names_group_state_legal_operations_and_remedy() -> None:
+@pytest.mark.parametrize(
+    ("table", "state", "operation", "legal"),
+    [
+        (PARAMETER_TRANSITIONS, P.SHARDED, PO.WAIT, "UNSHARD, RESHARD"),
+        (GRADIENT_TRANSITIONS, G.NONE, GO.COMPLETE, "ACCUMULATE, READY, REDUCE, DROP"),
+    ],
+    ids=["parameters", "gradients"],
+)
+def test_an_illegal_operation_names_group_state_legal_operations_and_remedy(
+    table: Table, state: Enum, operation: Enum, legal: str
+) -> None:
     message = (
-        "group 'layers.3' is SHARDED: WAIT is not legal here (legal: UNSHARD, RESHARD). "
+        f"group 'layers.3' is {state.name}: {operation.name} is not legal here (legal: {legal}). "
         "After an exception in forward or backward, call reset_iter_state() on the root module."
     )
     with pytest.raises(LifecycleError, match=f"^{re.escape(message)}$") as caught:
-        advance(PARAMETER_TRANSITIONS, P.SHARDED, PO.WAIT, "layers.3")
+        advance(table, state, operation, "layers.3")
     assert isinstance(caught.value, FSDPError)
     assert isinstance(caught.value, RuntimeError)
     assert caught.value.__suppress_context__  # the KeyError does not help the user
-
-
-def test_an_illegal_gradient_operation_has_the_same_error_format() -> None:
-    message = (
-        "group '' is NONE: COMPLETE is not legal here (legal: ACCUMULATE, READY, REDUCE, DROP). "
-        "After an exception in forward or backward, call reset_iter_state() on the root module."
-    )
-    with pytest.raises(LifecycleError, match=f"^{re.escape(message)}$"):
-        advance(GRADIENT_TRANSITIONS, G.NONE, GO.COMPLETE, "")
 
 
 class Unseen:
