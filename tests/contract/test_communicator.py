@@ -6,6 +6,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import cast
 
 import pytest
@@ -58,6 +59,23 @@ def chunk(tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
     return tensor.chunk(comm.size)[comm.rank]
 
 
+KINDS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+
+
+def transfer_of(kind: Collective, comm: Communicator, numel: int, dtype: torch.dtype) -> tuple[Transfer, torch.Tensor]:
+    """Return a transfer in which the part of each rank has ``numel`` elements, and the output that it should give."""
+    if kind is Collective.ALL_GATHER:
+        input, expected = values(comm.rank, numel, dtype), gathered(comm.size, numel, dtype)
+    else:
+        total = numel * comm.size
+        input = values(comm.rank, total, dtype)
+        if kind is Collective.REDUCE_SCATTER:
+            expected = chunk(summed(comm.size, total, dtype), comm)
+        else:
+            expected = torch.cat([chunk(values(rank, total, dtype), comm) for rank in range(comm.size)])
+    return Transfer(torch.full(expected.shape, 99).to(dtype), input), expected
+
+
 def assert_exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert_close(actual, expected, rtol=0, atol=0)
 
@@ -73,15 +91,15 @@ def properties_of_the_communicator_are_valid(comm: Communicator) -> Iterator[Non
 
 
 @case
-def all_gather_puts_every_input_in_rank_order(comm: Communicator) -> Iterator[None]:
-    for dtype in FLOATS + INTEGERS:
-        input = values(comm.rank, 7, dtype)
-        output = torch.full((7 * comm.size,), 99).to(dtype)
-        work = comm.launch(Collective.ALL_GATHER, [Transfer(output, input)])
+def each_collective_gives_every_rank_its_part_in_every_dtype(comm: Communicator) -> Iterator[None]:
+    for kind, dtype in product(KINDS, FLOATS + INTEGERS):
+        transfer, expected = transfer_of(kind, comm, 7, dtype)
+        sent = transfer.input.clone()
+        work = comm.launch(kind, [transfer])
         yield
         work.wait()
-        assert_exact(output, gathered(comm.size, 7, dtype))
-        assert_exact(input, values(comm.rank, 7, dtype))
+        assert_exact(transfer.output, expected)
+        assert kind is Collective.REDUCE_SCATTER or torch.equal(transfer.input, sent)
 
 
 @case
@@ -138,40 +156,15 @@ def all_gather_writes_only_its_output(comm: Communicator) -> Iterator[None]:
 
 
 @case
-def one_all_gather_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator) -> Iterator[None]:
-    sizes = list(zip((3, 0, 1, 1000, 8, 2, 0), FLOATS + INTEGERS, strict=True))
-    transfers = [
-        Transfer(torch.empty(numel * comm.size, dtype=dtype), values(comm.rank, numel, dtype)) for numel, dtype in sizes
-    ]
-    work = comm.launch(Collective.ALL_GATHER, transfers)
-    yield
-    work.wait()
-    for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
-        assert_exact(transfer.output, gathered(comm.size, numel, dtype))
-
-
-@case
-def reduce_scatter_sums_and_gives_every_rank_its_part(comm: Communicator) -> Iterator[None]:
-    for dtype in FLOATS + INTEGERS:
-        numel = 7 * comm.size
-        input, output = values(comm.rank, numel, dtype), torch.full((7,), 99).to(dtype)
-        work = comm.launch(Collective.REDUCE_SCATTER, [Transfer(output, input)])
+def one_collective_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator) -> Iterator[None]:
+    for kind in KINDS:
+        pairs = zip((3, 0, 1, 1000, 8, 2, 0), FLOATS + INTEGERS, strict=True)
+        made = [transfer_of(kind, comm, numel, dtype) for numel, dtype in pairs]
+        work = comm.launch(kind, [transfer for transfer, _ in made])
         yield
         work.wait()
-        assert_exact(output, chunk(summed(comm.size, numel, dtype), comm))
-
-
-@case
-def one_reduce_scatter_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator) -> Iterator[None]:
-    sizes = list(zip((3, 0, 1, 1000, 8, 2, 0), FLOATS + INTEGERS, strict=True))
-    transfers = [
-        Transfer(torch.empty(numel, dtype=dtype), values(comm.rank, numel * comm.size, dtype)) for numel, dtype in sizes
-    ]
-    work = comm.launch(Collective.REDUCE_SCATTER, transfers)
-    yield
-    work.wait()
-    for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
-        assert_exact(transfer.output, chunk(summed(comm.size, numel * comm.size, dtype), comm))
+        for transfer, expected in made:
+            assert_exact(transfer.output, expected)
 
 
 @case
@@ -185,32 +178,6 @@ def one_reduce_scatter_takes_tensors_of_one_dtype(comm: Communicator) -> Iterato
     for k, (numel, output) in enumerate(zip(sizes, outputs, strict=True)):
         expected = chunk(summed(comm.size, numel * comm.size, torch.float32), comm) + 10 * k * comm.size
         assert_exact(output, expected)
-
-
-@case
-def all_to_all_sends_each_rank_its_part(comm: Communicator) -> Iterator[None]:
-    for dtype in FLOATS + INTEGERS:
-        input, output = values(comm.rank, 3 * comm.size, dtype), torch.full((3 * comm.size,), 99).to(dtype)
-        work = comm.launch(Collective.ALL_TO_ALL, [Transfer(output, input)])
-        yield
-        work.wait()
-        assert_exact(output, torch.cat([chunk(values(rank, 3 * comm.size, dtype), comm) for rank in range(comm.size)]))
-        assert_exact(input, values(comm.rank, 3 * comm.size, dtype))
-
-
-@case
-def one_all_to_all_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator) -> Iterator[None]:
-    sizes = list(zip((3, 0, 1, 1000, 8, 2, 0), FLOATS + INTEGERS, strict=True))
-    transfers = [
-        Transfer(torch.empty(numel * comm.size, dtype=dtype), values(comm.rank, numel * comm.size, dtype))
-        for numel, dtype in sizes
-    ]
-    work = comm.launch(Collective.ALL_TO_ALL, transfers)
-    yield
-    work.wait()
-    for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
-        parts = [chunk(values(rank, numel * comm.size, dtype), comm) for rank in range(comm.size)]
-        assert_exact(transfer.output, torch.cat(parts))
 
 
 @case
@@ -266,18 +233,14 @@ def an_empty_list_completes_without_communication(comm: Communicator) -> Iterato
 
 @case
 def many_launches_may_precede_waits_in_any_order(comm: Communicator) -> Iterator[None]:
-    size, rank = comm.size, comm.rank
     launched: list[tuple[Work, torch.Tensor, torch.Tensor]] = []
     for numel in range(1, 21):
-        full = torch.empty(numel * size)
-        work = comm.launch(Collective.ALL_GATHER, [Transfer(full, values(rank, numel, torch.float32))])
-        launched.append((work, full, gathered(size, numel, torch.float32)))
-        shard = torch.empty(numel)
-        work = comm.launch(Collective.REDUCE_SCATTER, [Transfer(shard, values(rank, numel * size, torch.float32))])
-        launched.append((work, shard, chunk(summed(size, numel * size, torch.float32), comm)))
-        everywhere = values(rank, numel, torch.float32)
+        for kind in KINDS:
+            transfer, expected = transfer_of(kind, comm, numel, torch.float32)
+            launched.append((comm.launch(kind, [transfer]), transfer.output, expected))
+        everywhere = values(comm.rank, numel, torch.float32)
         work = comm.launch(Collective.ALL_REDUCE, in_place([everywhere]))
-        launched.append((work, everywhere, summed(size, numel, torch.float32)))
+        launched.append((work, everywhere, summed(comm.size, numel, torch.float32)))
     yield
     for work, actual, expected in reversed(launched):
         work.wait()
@@ -299,34 +262,27 @@ def a_collective_reads_results_of_completed_collectives(comm: Communicator) -> I
 @case
 def a_work_may_be_waited_for_more_than_once(comm: Communicator) -> Iterator[None]:
     tensor = values(comm.rank, 4, torch.float32)
-    full, reduced = values(comm.rank, 4 * comm.size, torch.float32), torch.empty(4)
-    everything, exchanged = torch.empty(4 * comm.size), torch.empty(4 * comm.size)
-    works = [
-        comm.launch(Collective.ALL_GATHER, [Transfer(everything, values(comm.rank, 4, torch.float32))]),
-        comm.launch(Collective.REDUCE_SCATTER, [Transfer(reduced, full)]),
-        comm.launch(Collective.ALL_TO_ALL, [Transfer(exchanged, full)]),
-        comm.launch(Collective.ALL_REDUCE, in_place([tensor])),
-    ]
+    made = [transfer_of(kind, comm, 4, torch.float32) for kind in KINDS]
+    works = [comm.launch(kind, [transfer]) for kind, (transfer, _) in zip(KINDS, made, strict=True)]
+    works.append(comm.launch(Collective.ALL_REDUCE, in_place([tensor])))
     yield
     for work in works * 2:
         work.wait()
-    assert_exact(everything, gathered(comm.size, 4, torch.float32))
-    assert_exact(reduced, chunk(summed(comm.size, 4 * comm.size, torch.float32), comm))
-    assert_exact(exchanged, torch.cat([chunk(values(r, 4 * comm.size, torch.float32), comm) for r in range(comm.size)]))
+    for transfer, expected in made:
+        assert_exact(transfer.output, expected)
     assert_exact(tensor, summed(comm.size, 4, torch.float32))
 
 
 @case
 def large_tensors_are_transferred_completely(comm: Communicator) -> Iterator[None]:
-    numel = 1 << 16
-    gather = Transfer(torch.empty(numel * comm.size), values(comm.rank, numel, torch.float32))
-    scatter = Transfer(torch.empty(numel), values(comm.rank, numel * comm.size, torch.float32))
-    works = [comm.launch(Collective.ALL_GATHER, [gather]), comm.launch(Collective.REDUCE_SCATTER, [scatter])]
+    kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    made = [transfer_of(kind, comm, 1 << 16, torch.float32) for kind in kinds]
+    works = [comm.launch(kind, [transfer]) for kind, (transfer, _) in zip(kinds, made, strict=True)]
     yield
     for work in works:
         work.wait()
-    assert_exact(gather.output, gathered(comm.size, numel, torch.float32))
-    assert_exact(scatter.output, chunk(summed(comm.size, numel * comm.size, torch.float32), comm))
+    for transfer, expected in made:
+        assert_exact(transfer.output, expected)
 
 
 def run_in_turn(function: Case, communicators: list[Communicator]) -> None:
