@@ -147,11 +147,10 @@ def test_the_program_of_the_reinforcement_page_is_rewarded_more_and_more() -> No
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_program_of_the_pipeline_page_trains(ranks: int) -> None:
-    said = run_script_on_ranks("examples/pipeline.py", ranks=ranks)
+def test_the_program_of_the_pipeline_page_trains() -> None:
+    said = run_script_on_ranks("examples/pipeline.py", ranks=4)
     losses = [float(loss) for loss in re.findall(r"step (?:4|19) loss ([\d.]+)", said)]
-    assert len(losses) == ranks
+    assert len(losses) == 4
     assert min(losses) < max(losses) / 2
 
 
@@ -296,12 +295,6 @@ def test_statements_without_prompts_run_unless_the_page_says_why_not() -> None:
     report = failures(test)
     assert re.search(r'"page\.md", line 19.*f\(z\).*NameError: name \'z\' is not defined', report, re.DOTALL), report
     assert report.count("Failed example") == 1
-
-
-def test_a_docs_page_is_one_session() -> None:
-    page = "```python\n>>> x = 1\n```\n\nText.\n\n```python\n>>> x\n1\n```\n"
-    (test,) = page_examples(page, "page.md")
-    assert failures(test) == ""
 
 
 def test_the_page_is_made_from_the_rows() -> None:

@@ -137,15 +137,3 @@ def test_global_hooks_live_as_long_as_sharded_models_and_their_copies() -> None:
         "another excepthook: ['excepthook']",
         "['excepthook']",
     ]
-
-
-@pytest.mark.multiprocess
-def test_importing_the_package_imports_no_checkpoint_dependencies() -> None:
-    script = (
-        "import sys, torch, torch.distributed.tensor\n"
-        "names = {'torch.distributed.checkpoint', 'rich', 'safetensors'} - set(sys.modules)\n"
-        "import composable_fsdp\n"
-        "print(sorted(names & set(sys.modules)))"
-    )
-    done = run_program(script)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

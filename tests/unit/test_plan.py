@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
@@ -28,7 +27,6 @@ from tests._internals import Event, GroupSpec, Hook, simulate, simulated_job
 from tests._internals import dry_run as s
 from tests.helpers.command import Done, run_command
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DIM, LAYERS, RANKS, TOKENS = 64, 4, 8, 16
 FULL = LAYERS * DIM * DIM * 4
 """The bytes of all parameters."""
@@ -90,29 +88,6 @@ def test_the_rows_are_those_of_the_shards_and_groups(made: Plan) -> None:
     assert made.parameters == FULL // 4
     assert made.groups == LAYERS + 1
     assert made.peak_place.startswith("backward of blocks.")
-
-
-@pytest.mark.parametrize("waits", ["streams", "host"])
-def test_the_peak_is_what_a_ledger_counts(waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a simulated device, as ``benchmarks/memory.py`` does."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    device, network, ledger = (importlib.import_module(f"sim.{each}") for each in ("device", "network", "ledger"))
-    libraries = importlib.import_module("libraries")
-    links = network.Network(device.Device(flops=1.0, bandwidth=1.0))
-    ranks = network.simulated_ranks(links, RANKS) if waits == "streams" else libraries.fake_ranks(RANKS)
-    counted = ledger.Ledger()
-    with ranks as mesh, FakeTensorMode(allow_non_fake_inputs=True), counted:
-        model = Model()
-        fully_shard(model, policy={Block}, mesh=mesh)
-        optimizer, batch = sgd(model.parameters(), momentum=0.9), torch.zeros(TOKENS, DIM)
-        for _ in range(2):
-            counted.forget_peak()
-            model(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    device_of = ACCELERATORS["h100-80gb" if waits == "streams" else "cpu"]
-    made = planned(optimizer=partial(sgd, momentum=0.9), device=device_of)
-    assert made.peak_bytes == pytest.approx(counted.peak, rel=0.005)
 
 
 def test_a_parameter_without_gradient_has_neither_gradient_nor_state() -> None:
