@@ -356,17 +356,6 @@ def test_steps_and_deletion(tmp_path: Path) -> None:
         save(tmp_path, model, step=-1)
 
 
-def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    for value in (1.0, 2.0):
-        nn.init.constant_(model.first.weight, value)
-        save(tmp_path, model, optimizer, step=4)
-    assert files_of(tmp_path) == [".lock", "step-00000004"]
-    other, _ = trained()
-    load(tmp_path, other)
-    assert other.first.weight.eq(2).all()
-
-
 def test_a_failed_save_leaves_existing_files_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     before = state_of(model)

@@ -61,7 +61,9 @@ def test_all_states_of_the_root_are_listed_once_per_group() -> None:
     assert states == torch_state(model[0])._state_ctx.all_states
     assert [len(state._fsdp_param_groups) for state in states] == [0, 1, 1]
     assert torch_state(model)._fsdp_param_group is None
-    assert len(torch_state(model[1][0])._fsdp_param_group.fsdp_params) == 4
+    first, second = (module._get_fsdp_state()._fsdp_param_group.fsdp_params for module in model[1])
+    assert len(first) == 4
+    assert all(a.sharded_param is b.sharded_param for a, b in zip(first, second, strict=True))
 
 
 def test_parameters_show_in_both_forms() -> None:
@@ -216,12 +218,6 @@ def test_torchs_own_lookup_finds_the_states_of_all_modules_and_of_copies_and_kee
     gc.collect()
     assert known() is None
     assert all(isinstance(module, nn.Module) for module in _module_state_mapping)
-
-
-def test_every_module_of_a_list_has_the_group_of_the_list() -> None:
-    first, second = (module._get_fsdp_state()._fsdp_param_group.fsdp_params for module in chain()[1])
-    assert len(first) == 4
-    assert all(a.sharded_param is b.sharded_param for a, b in zip(first, second, strict=True))
 
 
 def test_a_model_is_moved_to_the_host_between_rollouts() -> None:
@@ -425,21 +421,15 @@ def test_names_imported_from_torch_while_patched_are_ours_and_train(client: Modu
     assert isinstance(model, ours.FSDPModule)
 
 
-def test_modules_that_have_imported_the_names_get_ours_and_then_their_own_back(client: ModuleType) -> None:
+def test_modules_that_import_the_names_before_or_meanwhile_get_ours_and_then_torchs_back(client: ModuleType) -> None:
     imports(client, "from torch.distributed.fsdp import fully_shard, share_comm_ctx as share")
     with patch_torch():
         assert client.fully_shard.__wrapped__ is ours.fully_shard
         assert client.share.__wrapped__ is ours.share_comm_ctx
-    assert client.fully_shard is ORIGINAL[0]
+        imports(client, "from torch.distributed._composable.fsdp import fully_shard as meanwhile")
+        imports(client, "from composable_fsdp import fully_shard as chosen")
+    assert client.fully_shard is client.meanwhile is ORIGINAL[0]
     assert client.share is ORIGINAL[2]
-
-
-def test_modules_imported_in_between_get_torchs_own_objects_back(client: ModuleType) -> None:
-    patch = patch_torch()
-    imports(client, "from torch.distributed._composable.fsdp import fully_shard")
-    imports(client, "from composable_fsdp import fully_shard as chosen")
-    patch.undo()
-    assert client.fully_shard is ORIGINAL[0]
     assert client.chosen is ours.fully_shard, "a direct import of the library is unchanged"
     assert current() == ORIGINAL
 
@@ -451,16 +441,13 @@ def test_the_classes_of_torch_stay_what_they_are() -> None:
     assert changed == {"fully_shard", "register_fsdp_forward_method", "share_comm_ctx"}
 
 
-def test_patches_nest_and_the_last_one_undone_gives_the_names_back() -> None:
+def test_patches_nest_and_the_last_one_undone_gives_the_names_back_also_after_an_exception() -> None:
     outer = patch_torch()
     with patch_torch():
         outer.undo()
         outer.undo()
         assert torch_fsdp.fully_shard is not ORIGINAL[0]
     assert current() == ORIGINAL
-
-
-def test_an_exception_inside_undoes_the_patch() -> None:
     with pytest.raises(KeyError), patch_torch():
         raise KeyError
     assert current() == ORIGINAL

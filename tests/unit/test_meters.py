@@ -107,18 +107,14 @@ STEPS = 4
 
 
 @pytest.fixture
-def train_step() -> Iterator[Callable[[], Any]]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = fully_shard(nn.Linear(9, 10))
-
+def train_step(model: nn.Module) -> Callable[[], Any]:
     def step() -> torch.Tensor:
         loss = model(torch.ones(2, 9)).square().mean()
         loss.backward()
         return loss
 
     step.meter = Meter(model, tokens=2, every=2)  # type: ignore[attr-defined]
-    yield step
-    dist.destroy_process_group()
+    return step
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -45,18 +45,6 @@ def test_reshard_after_forward_is_parsed_to_a_kind(value: object, shard_size: in
     assert Reshard.parse(value, shard_size) == expected
 
 
-@given(st.sampled_from([None, True, False]) | st.integers(1, 64), st.integers(1, 64))
-def test_a_smaller_mesh_is_used_only_if_it_divides_the_shard_axis(value: int | None, shard_size: int) -> None:
-    if type(value) is int and shard_size % value:
-        with pytest.raises(ConfigurationError):
-            Reshard.parse(value, shard_size)
-        return
-    reshard = Reshard.parse(value, shard_size)
-    assert (reshard.mesh_size > 1) == (reshard.kind is ReshardKind.SMALLER)
-    assert reshard.mesh_size < max(2, shard_size)
-    assert shard_size % reshard.mesh_size == 0
-
-
 @pytest.mark.parametrize("value", [3, 5, 12, 0, -2])
 def test_a_mesh_that_does_not_divide_the_shard_axis_is_an_error_with_those_that_do(value: int) -> None:
     message = (

@@ -91,16 +91,6 @@ def test_a_precision_policy_does_not_cast_integers_and_bools() -> None:
 
 
 @pytest.mark.behaviour("A-02")
-def test_sharded_parameter_objects_never_change() -> None:
-    module = fully_shard(Zoo())
-    before = [id(p) for p in module.parameters()]
-    step(module)
-    sharded(module).unshard()
-    sharded(module).reshard()
-    assert [id(p) for p in module.parameters()] == before
-
-
-@pytest.mark.behaviour("A-02")
 def test_user_attributes_of_parameters_are_on_both_forms() -> None:
     module, marker = Zoo(), object()
     for name, parameter in module.named_parameters():

@@ -20,7 +20,7 @@ from composable_fsdp.checkpoint import (
     state_dict_form,
 )
 from composable_fsdp.errors import CheckpointError, ConfigurationError
-from tests._internals import lacking, plain_name, restored
+from tests._internals import lacking, restored
 
 
 @pytest.mark.behaviour("F-02")
@@ -35,12 +35,6 @@ from tests._internals import lacking, plain_name, restored
 def test_an_option_of_another_form_names_the_form(form: Callable[..., object], option: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         form(**{option: True})
-
-
-@pytest.mark.behaviour("F-01")
-def test_names_have_no_wrapper_prefixes() -> None:
-    assert plain_name("a._checkpoint_wrapped_module.b._orig_mod.weight") == "a.b.weight"
-    assert plain_name("_orig_mod.a") == "a"
 
 
 @pytest.mark.behaviour("F-02", "F-04")
