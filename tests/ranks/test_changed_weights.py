@@ -26,7 +26,15 @@ from composable_fsdp import (
     stream_full_params,
 )
 from composable_fsdp.errors import ConfigurationError, DivergenceError, FlushError, ParameterError
-from composable_fsdp.plugins.weight_stream import Flush, JoinPart, Position, SentParams, WeightStream, apply_changes
+from composable_fsdp.plugins.weight_stream import (
+    Flush,
+    JoinPart,
+    Patch,
+    Position,
+    SentParams,
+    WeightStream,
+    apply_changes,
+)
 from tests._internals import BucketGather, ChangedBucket
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.experts import sharded_mixture
@@ -435,6 +443,62 @@ SHAPES = st.lists(
 )
 
 
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_a_copy_of_changes_sends_everything_after_the_target_or_the_source_was_another() -> None:
+    mesh, sent = init_device_mesh("cpu", (2,)), list[bool]()
+    source, other = (shard_layers(seeded(Chain)(), fully_shard, mesh=mesh) for _ in range(2))
+    target = seeded(Chain)()
+    patches = Flush.patches
+
+    def noted(flush: Flush) -> Iterator[Patch]:
+        sent.append(flush.is_whole)
+        return patches(flush)
+
+    def copied(model: nn.Module) -> bool:
+        sent.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Flush, "patches", noted)
+            copy_params(model, target, changed=True)
+        for name, value in model.named_parameters():
+            assert torch.equal(full_value(value), target.get_parameter(name).detach()), name
+        return all(sent)
+
+    assert copied(source)
+    change(source)
+    assert not copied(source)
+    with torch.no_grad():
+        target.get_parameter("layers.0.weight").zero_()
+    assert copied(source)
+    assert not copied(source)
+    old = target.get_parameter("layers.0.weight")
+    target.layers[0].weight = new = nn.Parameter(torch.zeros_like(old))
+    with torch.no_grad():
+        while new._version < old._version:
+            new.zero_()
+    assert copied(source)
+    change(other)
+    assert copied(other)
+
+
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_copies_of_changes_of_any_dtype() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.bool, torch.complex64):
+        source, target = nn.Module(), nn.Module()
+        for model in (source, target):
+            values = torch.zeros(16, 24, dtype=torch.uint8).view(dtype)
+            model.weight = nn.Parameter(values, requires_grad=False)
+        fully_shard(source, mesh=init_device_mesh("cpu", (2,)))
+        local: Any = source.get_parameter("weight")
+        expected = torch.zeros(16, 24, dtype=torch.uint8)
+        for step in range(3):
+            local.to_local().detach().view(torch.uint8)[step, ::8] = 1
+            copy_params(source, target, changed=True)
+            expected[[step, 8 + step], ::8] = 1
+            assert torch.equal(bits(target.get_parameter("weight")), bits(expected)), (dtype, step)
+
+
 def on_dim(dim: int) -> Callable[[nn.Parameter], Shard]:
     return lambda _: Shard(dim)
 
@@ -482,10 +546,14 @@ def test_any_layout_and_density_has_the_bytes_of_a_full_stream() -> None:
         model = Odd(shapes)
         model.load_state_dict(reference.state_dict())
         place(model, layout, mesh)
+        copied = place(Odd(shapes), LAYOUTS[LAYOUTS.index(layout) - 1], mesh)
         receiver = Receiver(model, **options)
         for density in (1.0, *densities):
             flip(list(reference.parameters()), density, generator)
             copy_params(reference, model)
+            copy_params(model, copied, changed=True, bucket_bytes=options["bucket_bytes"])
+            for name, value in copied.named_parameters():
+                assert torch.equal(bits(full_value(value)), bits(reference.get_parameter(name))), name
             flushes = receiver.update()
             if density == 0:
                 assert not any(patch.values.numel() for flush in flushes for patch in flush.patches())
