@@ -163,7 +163,7 @@ def test_files_of_a_sender_that_is_killed_at_thirty_points_are_whole_and_the_nex
 
 @pytest.mark.multiprocess
 def test_the_example_pushes_to_a_process_that_generates_and_is_killed() -> None:
-    said = torchrun("examples/grpo_engine.py", "--steps", "4", "--lr", "1e-6", "--kill-at", "2")
+    said = torchrun("examples/grpo_engine.py", "--steps", "3", "--lr", "1e-6", "--kill-at", "2")
     nbytes = [int(found) for found in re.findall(r"^step \d reward [\d.]+ bytes (\d+)$", said, re.MULTILINE)]
-    assert nbytes[0] == nbytes[2] > 10 * max(nbytes[1], nbytes[3]), said
+    assert nbytes[0] == nbytes[2] > 10 * nbytes[1], said
     assert "the engine has the weights of the policy" in said

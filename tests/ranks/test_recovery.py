@@ -86,8 +86,7 @@ def fail_and_continue(plan: Plan) -> None:
 
 
 @pytest.mark.behaviour("H-01", "H-05", "J-03")
-@pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["in common", "sockets"])
-@pytest.mark.parametrize("point", ["gradient", "encode", "operation"])
+@pytest.mark.parametrize(("point", "transport"), [("gradient", IN_COMMON), ("encode", SOCKETS), ("operation", SOCKETS)])
 def test_a_failed_step_in_hybrid_sharding_leaves_no_state(point: str, transport: Environment) -> None:
     for alone, index in ((False, 1), (True, -1)):
         plan = Plan(point, index, 0, 1, alone, True, False, False, point != "gradient", hybrid=True, feedback=alone)
@@ -264,8 +263,7 @@ OUTCOMES: dict[tuple[str, bool], tuple[tuple[type[Exception], ...], str]] = {
 
 
 @pytest.mark.behaviour("H-01", "H-05")
-@pytest.mark.parametrize(("point", "alone"), OUTCOMES)
-@pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["in common", "sockets"])
+@pytest.mark.parametrize(("point", "alone", "transport"), [(*key, [IN_COMMON, SOCKETS][key[1]]) for key in OUTCOMES])
 def test_continuing_without_recovery_is_correct_or_an_error(point: str, alone: bool, transport: Environment) -> None:
     plan = Plan(point, 1, 0, 1, alone, True, False, False)
     run_ranks(continue_without_recovery, 2, plan, environment=transport)
@@ -321,18 +319,10 @@ def fail_outside_of_passes(place: str) -> None:
 
 
 @pytest.mark.behaviour("H-01", "H-05")
-@pytest.mark.parametrize("place", TEXTS)
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_rank_that_raises_outside_of_passes_begins_the_step_again_with_all(
-    place: str, transport: Environment
-) -> None:
-    run_ranks(fail_outside_of_passes, 2, place, environment=transport)
-
-
-@pytest.mark.behaviour("H-01", "H-05")
-@pytest.mark.parametrize("place", TEXTS)
-def test_ranks_learn_of_a_reset_also_over_another_connection(place: str) -> None:
+@pytest.mark.parametrize(("place", "transport"), list(zip(TEXTS, TRANSPORTS, strict=True)))
+def test_a_rank_that_raises_outside_of_passes_begins_the_step_again_with_all(place: str, transport: str) -> None:
     """With hybrid sharding, the last operation of the rank that raised is over other ranks than that of the others."""
+    run_ranks(fail_outside_of_passes, 2, place, environment=TRANSPORTS[transport])
     run_ranks(fail_outside_of_passes, 4, place, environment=SOCKETS)
 
 
@@ -360,8 +350,8 @@ def test_a_reset_without_a_failure_forgets_nothing() -> None:
 
 
 @pytest.mark.behaviour("H-01", "H-05")
-@pytest.mark.parametrize("agree", [False, True], ids=["steps at once", "meets first"])
-@on_ranks(2, transports=TRANSPORTS)
+@pytest.mark.parametrize(("agree", "transport"), [(False, "copies"), (True, "in common"), (True, "sockets")])
+@on_ranks(2, environment="transport")
 def test_a_step_on_some_ranks_only_is_an_error(agree: bool) -> None:
     """Raise on the last rank after its gradients are reduced.
 
@@ -415,9 +405,11 @@ class Refused(torch.optim.SGD):
 
 
 @pytest.mark.behaviour("H-01", "H-05")
-@pytest.mark.parametrize("passes", ["forward", "unshard"])
-@pytest.mark.parametrize("alone", [True, False], ids=["on one rank", "on all ranks"])
-@on_ranks(2, transports=TRANSPORTS)
+@pytest.mark.parametrize(
+    ("alone", "passes", "transport"),
+    [(True, "forward", "in common"), (True, "unshard", "sockets"), (False, "forward", "copies")],
+)
+@on_ranks(2, environment="transport")
 def test_a_pass_after_a_step_that_raised_is_refused(alone: bool, passes: str) -> None:
     """Raise in the optimizer's third step, on one rank or on all, and catch it there."""
     plan = Plan("", 0, 0, 1, alone, True, False, False)
@@ -605,8 +597,11 @@ def fail_often(times: int, alone: bool) -> tuple[int, int, int]:
 
 
 @pytest.mark.behaviour("H-01")
-@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
-@pytest.mark.parametrize(("times", "alone"), [(200, False), (5, True)], ids=["failed steps", "abandoned connections"])
+@pytest.mark.parametrize(
+    ("times", "alone", "transport"),
+    [(200, False, IN_COMMON), (5, True, SOCKETS), (3, True, IN_COMMON)],
+    ids=["failed steps", "abandoned connections", "abandoned connections in common"],
+)
 def test_failed_steps_and_abandoned_connections_leak_nothing(times: int, alone: bool, transport: Environment) -> None:
     for memory, files, threads in run_ranks(fail_often, 2, times, alone, environment=transport):
         assert memory <= 1 << 20
