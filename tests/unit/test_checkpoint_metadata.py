@@ -296,6 +296,9 @@ def test_values_that_a_pickle_shares_do_not_multiply_the_work(folder: Path) -> N
     }
     paths = dict.fromkeys(objects, path)
     assert "0 is not what joins its path" in refused(folder, pickle.dumps(Metadata(objects, paths, {})))
+    long = "a" + ".a" * 1001  # 80 keys of 9,900 dots took 100 s to compare with the names in param groups
+    tensors: dict[str, Any] = {long: BytesStorageMetadata()}
+    assert "a path of more than 1000 parts" in refused(folder, pickle.dumps(Metadata(tensors, {long: (long,)}, {})))
 
 
 def test_a_link_within_the_folder_is_read(folder: Path) -> None:

@@ -34,8 +34,10 @@ from composable_fsdp.errors import CheckpointError
 _MOST_BYTES_AT_ONCE = 1 << 20
 """The most bytes that one opcode may ask for. Python writes frames of about 64 KiB."""
 
-_MOST, _MOST_DIMS, _MOST_LETTERS, _MOST_OF_NAME = 2**63 - 1, 64, 10_000, 100
-"""The most that a number, the dims of a tensor, the letters of a text and those of the name of a class may be."""
+_MOST, _MOST_DIMS, _MOST_PARTS, _MOST_LETTERS, _MOST_OF_NAME = 2**63 - 1, 64, 1000, 10_000, 100
+"""The most that a number, the dims of a tensor, the dots of a key, which are looked at in pairs, the letters of a text
+and those of the name of a class may be.
+"""
 
 _ADMITTED = b"".join(
     (
@@ -209,6 +211,8 @@ def _path(key: str, value: object) -> tuple[str | int, ...]:
     """Return the path of ``key``, which joins its parts. So paths have no more letters than their keys."""
     path = _of_type(value, tuple)
     _text(path[0] if path else None)
+    if key.count(".") > _MOST_PARTS:
+        raise pickle.UnpicklingError(f"it has a path of more than {_MOST_PARTS} parts")
     letters = sum(1 if type(part) is int else len(_text(part)) for part in path)
     if letters > len(key) or ".".join(map(str, path)) != key:
         raise pickle.UnpicklingError(f"{key[:100]} is not what joins its path")
