@@ -324,7 +324,7 @@ class _Restore:
             self._groups = [None] * len(params.groups)
             self._mismatch.others.append("the checkpoint has no param_groups of an optimizer.")
         states = layouts["state"]
-        strays = states.keys() - params.members.keys()
+        strays = (name for name in states if name not in params.members)
         self._mismatch.unexpected |= {f"optimizer state of {name}": "of no parameter" for name in strays}
         for name, member in params.members.items():
             if name in states:

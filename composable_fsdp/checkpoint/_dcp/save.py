@@ -448,7 +448,7 @@ def save(
         optimizer: over parameters of ``model``.
         extra: further state of this rank, such as the position in the data or the state of a scheduler: numbers,
             strings, lists, dicts, plain tensors, and what ``torch.serialization.add_safe_globals`` has admitted.
-        step: step of the checkpoint. Default: ``extra["step"]`` if that is an int, else one more than the newest step.
+        step: step of the checkpoint. Default: ``extra["step"]``, an int, or without it one more than the newest step.
         keep_last: number of checkpoints to keep. Once this one is complete, all but the highest steps are deleted; this
             one is always kept.
         asynchronous: copy to host memory and write in a thread, so that training waits only for the copy. The next save
