@@ -197,3 +197,23 @@ def test_hooks_of_state_dict_change_what_is_saved(tmp_path: Path) -> None:
     assert (seen, fresh.param_groups[0]["lr"]) == ([7.0], 7.0)
     expected = optimizer.state[model.weight]["momentum_buffer"] / 2
     assert torch.equal(fresh.state[model.weight]["momentum_buffer"], expected)
+
+
+@pytest.mark.parametrize("way", ["file", "state dict"])
+def test_what_a_load_of_the_optimizer_makes_stays(tmp_path: Path, way: str) -> None:
+    """Steps of old versions become tensors, hooks add state, and scalars of bf16 parameters keep their dtype."""
+    model = nn.Linear(2, 2).bfloat16()
+    optimizer, fresh = (torch.optim.NAdam(model.parameters(), lr=0.1) for _ in range(2))
+    for _ in range(3):
+        model(torch.ones(1, 2).bfloat16()).sum().backward()
+        optimizer.step()
+    optimizer.register_state_dict_post_hook(lambda _, state: state["state"][1].update(step=3))
+    fresh.register_load_state_dict_post_hook(lambda found: found.state[model.bias].update(added=7))
+    if way == "file":
+        load(save(tmp_path, model, optimizer).path, model, fresh)
+    else:
+        load_optimizer_state_dict(model, fresh, optimizer_state_dict(model, optimizer))
+    (product, loaded) = (each.state[model.bias]["mu_product"] for each in (optimizer, fresh))
+    assert (loaded.dtype, loaded) == (torch.float32, product)
+    assert fresh.state[model.bias]["added"] == 7
+    assert isinstance(fresh.state[model.bias]["step"], torch.Tensor)

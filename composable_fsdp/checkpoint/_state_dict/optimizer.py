@@ -199,8 +199,8 @@ class OptimizerParams:
     def load(self, saved: Sequence[Mapping[str, Any] | None], state: Mapping[str, Any]) -> None:
         """Call ``optimizer.load_state_dict`` with the ``saved`` settings of each group, and ``state`` by name.
 
-        torch's method casts all state to its parameter's dtype. That is right for torch's own classes only: others keep
-        their dtypes, such as fp32 state of bf16 parameters.
+        torch's method casts all state to its parameter's dtype. That is right for torch's own classes only, except for
+        scalars: others keep their dtypes, such as fp32 state of bf16 parameters.
         """
         numbers = {name: number for number, name in enumerate(self.members)}
         groups = [
@@ -209,13 +209,15 @@ class OptimizerParams:
         ]
         given = {numbers[name]: mapped(_without_iterables, tree) for name, tree in state.items()}
         self._optimizer.load_state_dict({"state": given, "param_groups": groups})
-        kind = type(self._optimizer)
-        casts = kind.load_state_dict is not Optimizer.load_state_dict or kind.__module__.startswith("torch.optim.")
         loaded = self._state()
         for name, tree in state.items():
             parameter = self.members[name].parameter
             if parameter in loaded:  # a wrapper may keep the state elsewhere
-                loaded[parameter] = mapped(partial(_loaded_leaf, loaded[parameter], casts), tree)
+                found = loaded[parameter]
+                new = mapped(partial(_loaded_leaf, found, type(self._optimizer)), tree)
+                if isinstance(new, dict) and isinstance(found, dict):
+                    new |= {key: value for key, value in found.items() if key not in new}  # that hooks have added
+                loaded[parameter] = new
 
 
 def _without_iterables(_: TreePath, value: Any) -> Any:
@@ -223,11 +225,13 @@ def _without_iterables(_: TreePath, value: Any) -> Any:
     return None if isinstance(value, Iterable) and not isinstance(value, torch.Tensor) else value
 
 
-def _loaded_leaf(loaded: Any, casts: bool, path: TreePath, value: Any) -> Any:
-    """Return the leaf of ``loaded`` at ``path``, or ``value`` if it was left out, or cast and not ``casts``."""
+def _loaded_leaf(loaded: Any, kind: type[Optimizer], path: TreePath, value: Any) -> Any:
+    """Return the leaf of ``loaded`` at ``path``, or ``value`` if it was left out, or cast by what does not know it."""
     found = at(loaded, path)
-    is_loaded = isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor)
-    return found if is_loaded and (casts or found.dtype == value.dtype) else value
+    if not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor) or found.dtype == value.dtype:
+        return value if found is None else found
+    is_of_torch = value.ndim and kind.__module__.startswith("torch.optim.")
+    return found if is_of_torch or kind.load_state_dict is not Optimizer.load_state_dict else value.to(found.device)
 
 
 def _first(names: Sequence[str]) -> str:
@@ -396,7 +400,7 @@ def load_optimizer_state_dict(
     All ranks must call it together, and agree on errors before anything is loaded. A fresh optimizer needs no step
     first. Parameters and groups are matched by names, in any order, and the groups' hyperparameters are restored.
     Existing state is filled in place. New state is allocated, as DTensors where the parameter is one. It has the saved
-    dtypes, or for torch's own classes the parameter's. ``optimizer.load_state_dict`` runs last, with its hooks.
+    dtypes, or for torch's own classes, if it is no scalar, the parameter's. ``optimizer.load_state_dict`` runs last.
 
     Args:
         model: a module, sharded or not.
@@ -457,8 +461,8 @@ class _Load:
         self._groups = self._params.match_groups(saved, mismatch)
         given = {plain_name(str(name)): tree for name, tree in state["state"].items()}
         mismatch.unexpected |= {name: "state" for name in given if name not in members}
-        others_of_state = state.keys() - {"state", "param_groups", "kinds"}
-        mismatch.unexpected |= {str(key): "no state of a parameter" for key in others_of_state}
+        known = ("state", "param_groups", "kinds")
+        mismatch.unexpected |= {str(key): "no state of a parameter" for key in state if key not in known}
         self._given = {name: given[name] for name in members if name in given}
         kinds = _kinds_of(state)
         paths = []
