@@ -350,13 +350,6 @@ def accumulation_and_choices() -> tuple[object, ...]:
 
 
 @case
-def a_policy() -> tuple[object, ...]:
-    model: Any = fully_shard(layers(), policy={nn.Linear})
-    step(model)
-    return (model,)
-
-
-@case
 def codecs_and_tensors_with_hooks() -> tuple[object, ...]:
     codecs = CommunicationPolicy(all_gather=Int8(), reduce_scatter=ErrorFeedback(Int8()), min_numel=0)
     encoded = sharded(layers(), comm_policy=codecs)

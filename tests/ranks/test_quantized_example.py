@@ -78,21 +78,3 @@ def test_int8_with_error_feedback_must_end_within_a_percent_for_every_seed(
     example: Any, finals: dict[str, list[float]], steps: int, passed: list[bool]
 ) -> None:
     assert [holds for _, holds in example.checks(make_comparison(finals, steps))] == passed
-
-
-@needs_extras
-def test_benchmark_results_are_resumed_replaced_or_refused(example: Any, tmp_path: Path) -> None:
-    files = example.Files(tmp_path / "new", "name")
-    empty, first = make_comparison({}, 300), make_comparison({"fp32": [2.0, 2.5]}, 300)
-    assert files.prepare(first, resume=True, overwrite=False) is first
-    files.write(first, [])
-
-    again = files.prepare(empty, resume=True, overwrite=False)
-    assert again.runs == first.runs
-    assert again.traffic == first.traffic
-    assert again.origin["commands"] == ["first", "first"]
-    assert files.prepare(empty, resume=False, overwrite=True) is empty
-    with pytest.raises(example.UsageError, match=r"exists: pass --resume"):
-        files.prepare(empty, resume=False, overwrite=False)
-    with pytest.raises(example.UsageError, match=r"differ from these in steps"):
-        files.prepare(make_comparison({}, 200), resume=True, overwrite=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import signal
 import subprocess
 import time
@@ -19,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from tests._internals import watchdog
-from tests.helpers.fresh_process import Program
 from tests.helpers.known_watchdog import known_watchdog
 from tests.helpers.rank_process import RanksError
-from tests.helpers.run_ranks import run_ranks, shutdown
+from tests.helpers.run_ranks import run_ranks
 
 
 def pid() -> int:
@@ -83,18 +81,6 @@ def fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
         wrong = {"loss": 3.5}
         assert wrong["loss"] == 0, f"rank {rank} has wrong values: {wrong}"
-    dist.barrier()
-
-
-def exit_on(rank: int, child_file: str, *, code: int) -> None:
-    if dist.get_rank() == rank:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # warns about a fork in a process with threads
-            child = os.fork()  # the child inherits all pipes and sockets, so no other process sees them closed
-        if child == 0:
-            time.sleep(600)
-        Path(child_file).write_text(str(child))
-        os._exit(code)
     dist.barrier()
 
 
@@ -183,14 +169,6 @@ def test_a_timeout_shows_where_every_rank_was_and_ends_what_they_started(tmp_pat
     assert eventually(lambda: not any(runs(int(word)) for word in child_file.read_text().split()))
 
 
-def test_a_rank_that_exits_is_reported_with_its_code_and_its_children_end_too(tmp_path: Path) -> None:
-    child_file = tmp_path / "child"
-    error = failure_of(exit_on, 1, str(child_file), code=3)
-    assert error.failures[1] == "ended with exit code 3"
-    assert "dist.barrier()" in error.failures[0]
-    assert eventually(lambda: not runs(int(child_file.read_text())))
-
-
 def test_lost_ranks_have_no_result_and_processes_are_replaced_after_them() -> None:
     begin = time.monotonic()
     (first,) = run_ranks(lose_rank_1, 2, lost=[1], timeout=300.0)
@@ -200,33 +178,3 @@ def test_lost_ranks_have_no_result_and_processes_are_replaced_after_them() -> No
 
 
 # Templates. Each takes seconds to start, so every test begins as the one before has ended.
-
-
-def test_a_worker_that_was_killed_between_calls_is_replaced_and_shutdown_ends_it() -> None:
-    (before,) = run_ranks(pid, 1)
-    descriptor = os.pidfd_open(before)
-    os.kill(before, signal.SIGKILL)
-    assert select.select([descriptor], [], [], 20.0)[0]  # all of its threads have ended
-    os.close(descriptor)
-    (after,) = run_ranks(pid, 1)
-    assert not exists(before)
-    shutdown()
-    assert not exists(after)
-
-
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_processes_end_with_their_caller(tmp_path: Path, end: signal.Signals) -> None:
-    """Both those that run and those that are stopped."""
-    outputs = tmp_path / "out", tmp_path / "err"
-    program = Program("tests.helpers.caller_of_ranks", str(tmp_path), outputs=outputs, environment={})
-    try:
-        assert eventually((tmp_path / "waiting").exists, 100.0), outputs[1].read_text()
-        ids = [int(word) for name in ("stopped", "waiting") for word in (tmp_path / name).read_text().split()]
-        assert len(ids) == 4
-        assert all(map(runs, ids))
-        program.send_signal(end)
-        assert program.wait(100.0) == -end
-    finally:
-        program.send_signal(signal.SIGKILL)
-        program.wait()
-    assert eventually(lambda: not any(map(runs, ids)))
