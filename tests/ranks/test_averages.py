@@ -186,7 +186,7 @@ def load_averages(folder: str, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.behaviour("A-18", "F-07")
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2), (2, 1)])
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 1)])
 def test_averages_are_a_checkpoint_for_any_number_of_ranks(tmp_path: Path, saved: int, loaded: int) -> None:
     expected, *_ = run_ranks(save_averages, saved, str(tmp_path))
     run_ranks(load_averages, loaded, str(tmp_path), expected)

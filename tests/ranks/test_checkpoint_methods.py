@@ -143,10 +143,6 @@ def on_one_axis() -> nn.Module:
     return shard_two_layers(uneven())
 
 
-def on_two_axes() -> nn.Module:
-    return shard_two_layers(uneven(), mesh=init_device_mesh("cpu", (2, 2)))
-
-
 def pairs() -> nn.Module:
     return PAIRS.build()
 
@@ -177,5 +173,4 @@ def loads_exactly(build: Callable[[], nn.Module], plain: Callable[[], nn.Module]
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 def test_every_rank_takes_its_shards_of_a_full_state_dict(assign: bool) -> None:
     run_ranks(loads_exactly, 2, on_one_axis, uneven, assign)
-    run_ranks(loads_exactly, 4, on_two_axes, uneven, assign)
     run_ranks(loads_exactly, 4, beside_tensor_parallelism, pairs, assign)

@@ -21,14 +21,35 @@ from torch.optim import Optimizer
 from torch.testing import assert_close
 
 from composable_fsdp import CPUOffloadPolicy, fully_shard, local_optimizer
-from composable_fsdp.checkpoint import Full, Local, Sharded, load, load_optimizer_state_dict, optimizer_state_dict, save
+from composable_fsdp.checkpoint import (
+    Full,
+    Local,
+    Sharded,
+    load,
+    load_optimizer_state_dict,
+    load_state_dict,
+    optimizer_state_dict,
+    save,
+    state_dict,
+)
 from tests._internals import Form, parameter_names
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
-from tests.helpers.sharding import assert_exact, expected_shard
-from tests.helpers.state_dicts import FORMS, SAFE, LocalMomentum, build, message, same_values, shard, train
+from tests.helpers.sharding import assert_exact
+from tests.helpers.state_dicts import (
+    FORMS,
+    SAFE,
+    LocalMomentum,
+    build,
+    full_state_of,
+    message,
+    same_values,
+    scramble,
+    shard,
+    train,
+)
 
 Make = Callable[[Iterable[Any]], Optimizer]
 
@@ -140,6 +161,11 @@ def test_a_fresh_optimizer_resumes_from_every_form(make: str) -> None:
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)], ids=str)
 def test_optimizers_resume_on_other_meshes_with_empty_shards(shape: tuple[int, ...]) -> None:
     run_ranks(resume, prod(shape), "local adamw", shape)
+
+
+@pytest.mark.behaviour("F-09")
+def test_state_of_offloaded_parameters() -> None:
+    run_ranks(resume, 2, "adamw", (2,), offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def mismatches(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> list[str]:
@@ -275,9 +301,9 @@ def test_the_state_of_an_optimizer_made_before_sharding_is_refused() -> None:
     assert message(lambda: load_optimizer_state_dict(model, optimizer, {})) == saved
 
 
-@pytest.mark.behaviour("F-09")
+@pytest.mark.behaviour("F-02", "F-04", "F-09")
 @on_ranks(4)
-def test_uneven_tensor_parallel_state_in_every_form() -> None:
+def test_uneven_tensor_parallel_values_and_state_in_every_form() -> None:
     mesh, task = named_mesh(dp=2, tp=2), PAIRS
 
     def parallel() -> tuple[nn.Module, Optimizer]:
@@ -301,28 +327,13 @@ def test_uneven_tensor_parallel_state_in_every_form() -> None:
             same_state(found["state"], expected, exact=False)
         assert not (isinstance(form, Full) and form.rank0_only and dist.get_rank()) or found == {}
         another, fresh = parallel()
+        load_state_dict(scramble(another), copy.deepcopy(state_dict(model, form)), form)
+        same_values(full_state_of(another), full_state_of(model))
         load_optimizer_state_dict(another, fresh, found, form)
         same_state(
             optimizer_state_dict(another, fresh, Full())["state"],
             optimizer_state_dict(model, optimizer, Full())["state"],
         )
-
-
-@pytest.mark.behaviour("F-09")
-@on_ranks(2)
-def test_state_of_offloaded_parameters() -> None:
-    model = shard(build(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    optimizer = adamw(model.parameters())
-    train(model, optimizer)
-    full = optimizer_state_dict(model, optimizer, Full())
-    fresh = adamw(model.parameters())
-    load_optimizer_state_dict(model, fresh, optimizer_state_dict(model, optimizer))
-    same_state(optimizer_state_dict(model, fresh, Full())["state"], full["state"])
-    value = full["state"]["layers.0.weight"]["exp_avg"]
-    here = optimizer_state_dict(model, optimizer, Local())["state"]["layers.0.weight"]["exp_avg"]
-    assert_exact(here, expected_shard(value, dist.get_rank(), 2), "local")
-    sharded = optimizer_state_dict(model, optimizer, Sharded())["state"]["layers.0.weight"]["exp_avg"]
-    same_values({"exp_avg": sharded.full_tensor()}, {"exp_avg": value})
 
 
 @pytest.mark.behaviour("F-09")

@@ -16,7 +16,7 @@ from composable_fsdp import ShardPlacementResult, fully_shard
 from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
 from composable_fsdp.errors import ConfigurationError
 from tests.helpers.experts import MIXTURE, sharded_mixture
-from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.model_parallel import named_mesh
 from tests.helpers.models import seeded
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.state_dicts import FORMS, build, full_state_of, same_values, scramble, sgd, shard, train
@@ -46,28 +46,6 @@ def test_sharded_values_may_have_other_meshes_and_placements() -> None:
     same_ranks = DeviceMesh("cpu", [0, 1, 2, 3])
     load_state_dict(model, state_dict(scramble(shard(build(), same_ranks))))
     assert float(full_state_of(model)["flag"]) == 9
-
-
-@pytest.mark.behaviour("F-02", "F-04")
-@on_ranks(4)
-def test_uneven_tensor_parallel_shards_in_every_form() -> None:
-    mesh = named_mesh(dp=2, tp=2)
-
-    def parallel() -> nn.Module:
-        model = PAIRS.build()
-        parallelize_pairs(model, mesh["tp"])
-        for layer in model.get_submodule("layers").children():
-            fully_shard(layer, mesh=mesh["dp"])
-        return fully_shard(model, mesh=mesh["dp"])
-
-    expected = PAIRS.build().state_dict()
-    for form in FORMS:
-        found = copy.deepcopy(state_dict(parallel(), form))
-        if isinstance(form, Full):
-            same_values(found, expected if not form.rank0_only or dist.get_rank() == 0 else {})
-        fresh = scramble(parallel())
-        load_state_dict(fresh, found, form)
-        same_values(full_state_of(fresh), expected)
 
 
 class ExpertOnEachRank(nn.Module):

@@ -32,7 +32,7 @@ from tests.helpers.checkpoint_worlds import (
     zeroed,
 )
 from tests.helpers.known_watchdog import known_watchdog
-from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 from tests.helpers.warned import find_warning, release_after, wait_for_release, warned
@@ -288,66 +288,8 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     run_ranks(missing, 2, tmp_path)
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(5, 27), nn.Linear(27, 9)])
-        self.head = nn.Linear(9, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = nn.functional.dropout(torch.tanh(layer(x)), 0.2)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-NOISY = Task(seeded(Noisy), vectors(5, 3), squared_error)
-NEW_PROCESSES: Environment = {"COMPOSABLE_FSDP_SHARED_MEMORY": "1"}
-"""The transport is the default, but ``run_ranks`` has other processes for it."""
-
-
-def noisy() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    model = shard_layers(NOISY.build(), fully_shard)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-
-
-def first_half(folder: Path) -> None:
-    torch.manual_seed(100 + dist.get_rank())
-    model, optimizer, scheduler = noisy()
-    for step in range(20):
-        if step == 10:
-            save(folder / "half", model, optimizer, {"step": step, "scheduler": scheduler.state_dict()})
-        train(model, optimizer, NOISY, range(step, step + 1), 2)
-        scheduler.step()
-    save(folder / "end", model, optimizer)
-
-
-def second_half(folder: Path) -> None:
-    model, optimizer, scheduler = noisy()
-    train(model, optimizer, NOISY, range(1), 2)  # existing state must not matter
-    extra = load(folder / "half", model, optimizer)
-    scheduler.load_state_dict(extra["scheduler"])
-    for step in range(extra["step"], 20):
-        train(model, optimizer, NOISY, range(step, step + 1), 2)
-        scheduler.step()
-    expected, expected_optimizer, _ = noisy()
-    load(folder / "end", expected, expected_optimizer)
-    for (name, ours), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(local(ours), local(other)), name
-        for key, value in optimizer.state[ours].items():
-            assert torch.equal(local(value), local(expected_optimizer.state[other][key])), key
-
-
-@pytest.mark.behaviour("F-07", "F-09")
-def test_training_resumes_bitwise_in_new_processes(tmp_path: Path) -> None:
-    run_ranks(first_half, 2, tmp_path)
-    run_ranks(second_half, 2, tmp_path, environment=NEW_PROCESSES)
-
-
 @pytest.mark.behaviour("F-12")
-@pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["shared", "sockets"])
-@on_ranks(2, environment="transport", timeout=30)
+@on_ranks(2, timeout=30)
 def test_a_second_default_group_over_the_same_store_reads_no_stale_keys(tmp_path: Path) -> None:
     """Destroy the default group, initialize another over the same store, and make calls that do not match."""
     rank, size, store = dist.get_rank(), dist.get_world_size(), _store()

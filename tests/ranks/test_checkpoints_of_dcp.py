@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import load, load_optimizer_state_dict, save
 from tests.helpers.checkpoint_worlds import all_ranks_raise
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 
 Groups = Iterable[dict[str, Any]]
 
@@ -123,30 +123,6 @@ def test_torch_reads_ours_and_ours_torchs_for_each_optimizer(tmp_path: Path) -> 
     for name in OPTIMIZERS:
         ours_to_torch(name, tmp_path)
         torch_to_ours(name, tmp_path)
-
-
-def on_more_ranks(folder: Path, ranks: int) -> None:
-    name = "AdamW, tensor lr"
-    if dist.get_world_size() == ranks:
-        wanted = built(name, 0.003)
-        for parameter in wanted[0].parameters():
-            wanted[1].state[parameter] = {"step": torch.tensor(3.0), "exp_avg": parameter.detach() * 2}
-            wanted[1].state[parameter]["exp_avg_sq"] = parameter.detach() * 3
-        dcp.save(state_by_torch(*wanted, flat=True), checkpoint_id=folder / "flat")
-        return
-    found = built(name, 9.0)
-    load(folder / "flat", *found)
-    for parameter, fresh in zip(found[0].parameters(), built(name, 1.0)[0].parameters(), strict=True):
-        assert torch.equal(parameter.full_tensor(), fresh.full_tensor())
-        assert torch.equal(found[1].state[parameter]["exp_avg"].full_tensor(), fresh.full_tensor() * 2)
-        assert torch.equal(found[1].state[parameter]["exp_avg_sq"].full_tensor(), fresh.full_tensor() * 3)
-    assert torch.equal(found[1].param_groups[1]["lr"], torch.tensor(0.003))
-
-
-@pytest.mark.behaviour("F-07", "F-09")
-def test_a_flattened_state_dict_is_loaded_on_another_number_of_ranks(tmp_path: Path) -> None:
-    run_ranks(on_more_ranks, 2, tmp_path, 2)
-    run_ranks(on_more_ranks, 3, tmp_path, 2)
 
 
 @pytest.mark.behaviour("F-09", "F-12")

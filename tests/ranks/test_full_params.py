@@ -20,7 +20,7 @@ from composable_fsdp.errors import ConfigurationError, LifecycleError, Parameter
 from tests._internals import extent_of, gather
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import on_ranks
-from tests.helpers.sharding import adamw, assert_exact, full_value, sharded, train_and_compare, values_of
+from tests.helpers.sharding import assert_exact, full_value, sharded, train_and_compare, values_of
 
 MESHES = [("mlp", (2,)), ("mlp", (4,)), ("mlp", (2, 2)), ("tied", (2,)), ("mlp", (4, 1)), ("mlp", (1,))]
 
@@ -97,27 +97,6 @@ def test_state_dicts_are_loaded_into_full_parameters() -> None:
             for name, value in values_of(model).items():
                 assert_exact(value, new[name], name)
             backward(model, task)
-
-
-@pytest.mark.behaviour("C-14")
-@on_ranks(2)
-def test_training_continues_from_the_written_values() -> None:
-    """Use the context between steps while an optimizer holds the sharded parameters and their state."""
-    task = TASKS["mlp"]
-    model, reference = built("mlp", (2,)), task.build()
-    train_and_compare(model, reference, task, steps=1)
-    for module in (model, reference):
-        with unsharded_params(module), torch.no_grad():  # has no effect on a plain module
-            for parameter in module.parameters():
-                parameter.clamp_(-0.1, 0.1)
-    train_and_compare(model, reference, task)
-    optimizer = adamw(model.parameters())
-    backward(model, "mlp")
-    with unsharded_params(model):
-        pass
-    before = values_of(model)
-    optimizer.step()
-    assert all(not torch.equal(value, before[name]) for name, value in values_of(model).items())
 
 
 @pytest.mark.behaviour("C-14")
@@ -377,10 +356,10 @@ def test_local_shards_equal_those_of_torch_for_every_placement() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-@on_ranks(6)
+@on_ranks(4)
 def test_uneven_shards_of_tensor_parallel_parameters_are_unsharded_and_written_back() -> None:
-    """Check sizes that no placement describes: tensor parallelism splits 7 rows into 4 and 3, each for three ranks."""
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    """Check sizes that no placement describes: tensor parallelism splits 7 rows into 4 and 3, each for two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Linear(5, 7)
     expected = {name: value.detach().clone() for name, value in model.named_parameters()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from composable_fsdp import fully_shard, owner_step
-from composable_fsdp.checkpoint import load, save
 from tests.helpers.model_parallel import PAIRS, named_mesh, sharded_pairs
 from tests.helpers.models import TASKS
 from tests.helpers.run_ranks import on_ranks, run_ranks
@@ -173,38 +171,3 @@ def test_optimizers_of_a_package_differ_by_the_rounding_of_products_with_eigenve
     """
     pytest.importorskip("pytorch_optimizer", reason="needs pytorch_optimizer: make install")
     run_ranks(step_packaged, 2, name)
-
-
-def make() -> tuple[nn.Module, Optimizer]:
-    model = PAIRS.build()
-    fully_shard(model)
-    return model, owner_step(torch.optim.Adafactor(model.parameters(), lr=1e-2))
-
-
-def train(model: nn.Module, optimizer: Optimizer, steps: range) -> dict[str, torch.Tensor]:
-    for step in steps:
-        PAIRS.loss(model, PAIRS.batch_of(step, 0)).backward()  # the same on all ranks
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: full_value(p) for name, p in model.named_parameters()}
-
-
-def train_and_save(folder: Path) -> dict[str, torch.Tensor]:
-    model, optimizer = make()
-    train(model, optimizer, range(2))
-    save(folder, model, optimizer, step=2)
-    return train(model, optimizer, range(2, 4))
-
-
-def load_and_train(folder: Path) -> dict[str, torch.Tensor]:
-    model, optimizer = make()
-    load(folder, model, optimizer)
-    return train(model, optimizer, range(2, 4))
-
-
-@pytest.mark.behaviour("F-07")
-def test_state_of_other_shapes_is_resharded_by_checkpoints(tmp_path: Path) -> None:
-    expected = run_ranks(train_and_save, 2, tmp_path)[0]
-    for ranks in (1, 4):
-        for name, value in run_ranks(load_and_train, ranks, tmp_path)[0].items():
-            assert torch.allclose(value, expected[name]), (ranks, name)
