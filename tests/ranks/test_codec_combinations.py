@@ -18,7 +18,6 @@ from composable_fsdp import (
     Int8,
     describe,
     fully_shard,
-    no_sync,
 )
 from tests._internals import (
     CommStream,
@@ -27,7 +26,7 @@ from tests._internals import (
     core_reduce,
     take_gradients,
 )
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 
 EXACT = Cast(torch.float32)
 
@@ -47,54 +46,6 @@ def backward(model: Any, step: int = 0) -> None:
 
 def gradients(model: Any) -> list[torch.Tensor]:
     return [p.grad.full_tensor() for p in model.parameters()]
-
-
-class FailsOnce:
-    def __init__(self, fails_in: str) -> None:
-        self._fails_in: str | None = fails_in
-
-    def payload_bytes(self, numel: int) -> int:
-        return EXACT.payload_bytes(numel)
-
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        self._fail("encode")
-        return EXACT.encode(rows)
-
-    def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        self._fail("decode")
-        return EXACT.decode(payload, numel)
-
-    def _fail(self, method: str) -> None:
-        if method == self._fails_in:
-            self._fails_in = None
-            raise RuntimeError(f"failed in {method}")
-
-
-def recover(leg: str, fails_in: str, partial: bool) -> None:
-    codecs: dict[str, Any] = {leg: FailsOnce(fails_in)}
-    model, plain = layers(CommunicationPolicy(**codecs, min_numel=1)), layers(None)
-
-    def step(trained: Any, index: int) -> None:
-        if partial:
-            with no_sync(trained, sharded=True):
-                backward(trained, index)
-        backward(trained, index)
-
-    with pytest.raises(RuntimeError, match=f"failed in {fails_in}"):
-        step(model, 0)
-    model.reset_iter_state()
-    model.zero_grad()
-    step(model, 1)
-    step(plain, 1)
-    torch.testing.assert_close(gradients(model), gradients(plain))
-
-
-@pytest.mark.behaviour("E-09")
-@pytest.mark.parametrize("leg", ["all_gather", "reduce_scatter"])
-def test_training_continues_after_an_exception_in_a_codec(leg: str) -> None:
-    for fails_in in ("encode", "decode"):
-        for partial in (False, True):
-            run_ranks(recover, 2, leg, fails_in, partial)
 
 
 class OneBuffer:

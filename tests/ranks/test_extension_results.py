@@ -100,7 +100,7 @@ def place(dim: int, _: nn.Parameter) -> Shard:
 
 
 @pytest.mark.behaviour("E-01", "E-03", "E-04")
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_a_padded_result_of_the_second_hook_is_cut() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     kinds = ((PadsRows, 0), (PadsFurther, 0), (ReturnsFlat, 0), (PadsColumns, 1))
@@ -181,7 +181,7 @@ class ProbedLinear(nn.Linear):
 
 
 @pytest.mark.behaviour("E-03")
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_gathered_outputs_are_freed_as_soon_as_the_parameter_exists_if_its_class_says_so() -> None:
     found: dict[tuple[Any, bool], list[torch.Tensor]] = {}
     for kind, reshard in product((Keeps, Releases), (True, False)):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 
 from composable_fsdp import CommunicationPolicy, Int8, MixedPrecisionPolicy, fully_shard
@@ -73,7 +73,7 @@ def train_pairs(width: int, reshard: bool | int | None, replicate: int = 1) -> N
 
 
 @pytest.mark.behaviour("E-01", "E-03", "E-04", "E-05")
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_a_two_tensor_subclass_trains_with_parity(world_size: int) -> None:
     for width in (8, 7, 3):
         for reshard in (True, False, None):
@@ -146,7 +146,7 @@ def _like(sharded_parameter: Any, full: torch.Tensor) -> Any:
 
 
 @pytest.mark.behaviour("E-04", "E-06", "E-07")
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_hooks_on_local_tensors_quantize_uneven_rows_and_scales(world_size: int) -> None:
     for width, mixed in ((8, False), (7, False), (3, True)):
         run_ranks(patch_after_to_empty, world_size, width, mixed)
@@ -272,34 +272,6 @@ def test_hooks_on_local_tensors_compose_with_tensor_parallelism() -> None:
             model.zero_grad()
             reference.zero_grad()
             compare_gradients(model, reference, mesh.get_local_rank("dp"), step, f"{reshard}, step {step}")
-
-
-class OwnProduct(nn.Module):
-    """Multiplies by its rank's rows, so that autograd saves the local tensor."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(distribute_tensor(torch.arange(15.0).view(5, 3).sin(), mesh, [Shard(0)]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ cast(DTensor, self.weight).to_local().T
-
-
-@pytest.mark.behaviour("A-06", "E-03", "E-06")
-@on_ranks(4)
-def test_saved_local_tensors_are_refilled_with_tensor_parallelism() -> None:
-    mesh = named_mesh(dp=2, tp=2)
-    model = OwnProduct(mesh["tp"])
-    exact = cast(DTensor, model.weight).to_local().detach().clone()
-    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
-    Scaled(cast(Any, model.weight)._local_tensor).hang_on()
-    for _ in range(2):
-        fsdp(model).reshard()  # so that backward fills the tensors that autograd saved
-        x = torch.ones(2, 3, requires_grad=True)
-        out = model(x)
-        fsdp(model).reshard()
-        out.sum().backward()
-        torch.testing.assert_close(x.grad, round_by_row(exact).sum(0).expand(2, 3))
 
 
 @pytest.mark.behaviour("A-06", "E-08")

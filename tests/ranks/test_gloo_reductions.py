@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import PeerError
 from tests._internals import Collective, Transfer, is_over_group
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.transports import over_gloo
 
 
@@ -19,26 +20,22 @@ def own(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def add_up(numel: int, dtype: torch.dtype) -> None:
+@pytest.mark.behaviour("C-01")
+@on_ranks(1, 4)
+def test_sums_are_made_in_fp32_in_the_order_of_ranks() -> None:
     group = dist.group.WORLD
     assert group is not None
     communicator = over_gloo(group)
     rank, size = communicator.rank, communicator.size
-    output = torch.empty(numel, dtype=dtype)
-    communicator.launch(Collective.REDUCE_SCATTER, [Transfer(output, own(rank, size * numel, dtype))]).wait()
-    expected = torch.zeros(numel)
-    for peer in range(size):
-        part = own(peer, size * numel, dtype).view(size, numel)[rank].float()
-        expected = part if peer == 0 else expected + part
-    assert torch.equal(output, expected.to(dtype))
-
-
-@pytest.mark.behaviour("C-01")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_sums_are_made_in_fp32_in_the_order_of_ranks(world_size: int, dtype: torch.dtype) -> None:
-    for numel in (0, 1, 1000, 40_000, 600_000):  # empty; packed with others; sent alone in several pieces
-        run_ranks(add_up, world_size, numel, dtype)
+    numels = (0, 1, 1000, 40_000, 600_000)  # empty; packed with others; sent alone in several pieces
+    for numel, dtype in product(numels, (torch.float32, torch.bfloat16, torch.float16)):
+        output = torch.empty(numel, dtype=dtype)
+        communicator.launch(Collective.REDUCE_SCATTER, [Transfer(output, own(rank, size * numel, dtype))]).wait()
+        expected = torch.zeros(numel)
+        for peer in range(size):
+            part = own(peer, size * numel, dtype).view(size, numel)[rank].float()
+            expected = part if peer == 0 else expected + part
+        assert torch.equal(output, expected.to(dtype)), (numel, dtype)
 
 
 @pytest.mark.behaviour("C-01")

@@ -130,13 +130,13 @@ def test_gradients_computed_in_16_bits_are_sent_in_16_bits_without_loss() -> Non
 
 
 @pytest.mark.behaviour("E-09")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_gradients_are_the_sum_in_rank_order_of_what_each_rank_encoded_to_the_bit(world_size: int) -> None:
+@on_ranks(4)
+def test_gradients_are_the_sum_in_rank_order_of_what_each_rank_encoded_to_the_bit() -> None:
     for codec in CODECS:
-        run_ranks(compare, world_size, codec, 0, None, None)
-    run_ranks(compare, world_size, Int8(), 1, None, True)
-    run_ranks(compare, world_size, Int4(), -1, torch.bfloat16, False)
-    run_ranks(compare, world_size, EXACT, 0, torch.float16, True)
+        compare(codec, 0, None, None)
+    compare(Int8(), 1, None, True)
+    compare(Int4(), -1, torch.bfloat16, False)
+    compare(EXACT, 0, torch.float16, True)
 
 
 def compare_on_hybrid(policy: CommunicationPolicy, tolerance: float) -> None:
@@ -223,8 +223,8 @@ OVER_SHARDS = {
 }
 
 
-def count_bytes(policy: CommunicationPolicy | None, replicate: int) -> None:
-    """Compare the bytes sent with those of the trace, and without codecs with the arithmetic."""
+def count_bytes(policy: CommunicationPolicy | None, replicate: int) -> int:
+    """Compare the bytes sent with those of the trace, and return their sum."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (replicate, world_size // replicate))
     torch.manual_seed(0)
@@ -263,38 +263,15 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int) -> None:
             direction = "all-gather" if event.operation is Operation.UNSHARD else "reduce-scatter"
             told[direction] += event.bytes * (shards - 1) // shards
     assert told == {direction: sent[direction] for direction in told}
-    plain = count_plain_bytes(mesh, world_size)
-    assert sum(sent.values()) == plain if policy is None else sum(sent.values()) < 0.45 * plain
-
-
-def count_plain_bytes(mesh: Any, world_size: int) -> int:
-    """Return the expected number of bytes.
-
-    Every parameter is padded to 16 bytes per rank, unless that adds more than 1/64, gathered twice (once in the root)
-    and reduced once.
-    """
-    num_shards, num_replicas = int(mesh.size(1)), int(mesh.size(0))
-
-    def padded(*rows: tuple[int, int], flags: int = 0) -> int:
-        sizes = [4 * -(-n // num_shards) * columns for n, columns in rows] + [4 * flags] * (flags > 0)
-        aligned, exact = sum(-(-size // 16) * 16 for size in sizes), sum(sizes)
-        return aligned if 64 * (aligned - exact) <= exact else exact
-
-    groups = [(((96, 64), (96, 1)), 2), (((70, 96), (70, 1)), 2), (((96, 1), (96, 1)), 1)]
-    total = 0
-    for rows, gathers in groups:
-        total += gathers * padded(*rows) * (num_shards - 1)
-        reduced = padded(*rows, flags=2 if world_size > 1 else 0)
-        total += reduced * (num_shards - 1) + 2 * reduced * (num_replicas - 1) // num_replicas
-    return total
+    return sum(sent.values())
 
 
 @pytest.mark.behaviour("E-08", "E-09")
-@pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 2)])
 def test_the_trace_counts_the_bytes_given_to_the_process_group(world_size: int, replicate: int) -> None:
-    run_ranks(count_bytes, world_size, None, replicate, environment=SOCKETS)
+    plain, *_ = run_ranks(count_bytes, world_size, None, replicate, environment=SOCKETS)
     policy = CommunicationPolicy(Int8(), ErrorFeedback(Int4()), min_numel=4000)
-    run_ranks(count_bytes, world_size, policy, replicate, environment=SOCKETS)
+    assert max(run_ranks(count_bytes, world_size, policy, replicate, environment=SOCKETS)) < 0.45 * plain
 
 
 @pytest.mark.behaviour("E-09")

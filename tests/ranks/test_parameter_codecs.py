@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable_fsdp import Cast, CommunicationPolicy, Float8, Int4, Int8, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import ConfigurationError
 from tests._internals import state_of
-from tests.helpers.run_ranks import on_ranks, run_ranks
+from tests.helpers.run_ranks import on_ranks
 from tests.helpers.transports import SOCKETS
 
 CODECS = (Int8(), Int8(block=7), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16))
@@ -41,13 +40,11 @@ def decode_by_rank(codec: Any, weight: torch.Tensor, num_shards: int, dim: int) 
     return torch.cat([out[r, : p.numel()].view(p.shape) for r, p in enumerate(pieces)], dim)
 
 
-def compare(codec: Any, dim: int, replicate: int, param_dtype: torch.dtype | None, reshard: bool | int | None) -> None:
-    rank, num_shards = dist.get_rank(), dist.get_world_size() // replicate
-    mesh = init_device_mesh("cpu", (replicate, num_shards))
+def compare(codec: Any, dim: int, param_dtype: torch.dtype | None, reshard: bool | int | None) -> None:
+    rank, num_shards = dist.get_rank(), dist.get_world_size()
     reference = build()
     model: Any = copy.deepcopy(reference)
     options: dict[str, Any] = {
-        "mesh": mesh,
         "comm_policy": CommunicationPolicy(all_gather=codec, min_numel=100),
         "shard_placement_fn": lambda p: Shard(dim if p.ndim == 2 else 0),
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype),
@@ -72,12 +69,12 @@ def compare(codec: Any, dim: int, replicate: int, param_dtype: torch.dtype | Non
 
 
 @pytest.mark.behaviour("E-08")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_rank_computes_with_decoded_values(world_size: int) -> None:
+@on_ranks(4)
+def test_every_rank_computes_with_decoded_values() -> None:
     for codec in CODECS:
-        run_ranks(compare, world_size, codec, 0, 1, None, None)
-    run_ranks(compare, world_size, Int8(), 1, 1, None, True)
-    run_ranks(compare, world_size, Int4(), -1, 1, torch.bfloat16, False)
+        compare(codec, 0, None, None)
+    compare(Int8(), 1, None, True)
+    compare(Int4(), -1, torch.bfloat16, False)
 
 
 @pytest.mark.behaviour("E-08", "E-07")
@@ -124,12 +121,3 @@ def test_small_parameters_are_not_encoded_and_nonsense_is_refused() -> None:
         ConfigurationError, match=r"all_gather=\.\.\.\) takes a codec, with methods payload_bytes, encode"
     ):
         CommunicationPolicy(all_gather="int8")  # type: ignore[arg-type]
-
-
-@pytest.mark.behaviour("E-08", "A-16")
-@on_ranks(1)
-def test_one_rank_sends_nothing_and_encodes_nothing() -> None:
-    model: Any = fully_shard(nn.Linear(8, 8), comm_policy=CommunicationPolicy(all_gather=Int4(), min_numel=1))
-    exact = model.weight.full_tensor()
-    model.unshard()
-    assert torch.equal(model.weight, exact)
