@@ -136,9 +136,7 @@ def sharded_model(kind: str) -> nn.Module:
 
 
 @pytest.mark.behaviour("C-14")
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [("plain", 2), ("plain", 4), ("hybrid", 4), ("tensor parallel", 4), ("experts", 4)]
-)
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 4), ("hybrid", 4), ("tensor parallel", 4), ("experts", 4)])
 @on_ranks("ranks", timeout=240)
 def test_a_receiver_of_changes_has_the_bytes_of_a_full_stream(kind: str) -> None:
     model = sharded_model(kind)
@@ -189,7 +187,7 @@ def change(model: nn.Module, dense: tuple[str, ...] = ()) -> None:
 
 
 @pytest.mark.behaviour("C-14")
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 @on_ranks("shape", timeout=120)
 def test_all_ranks_go_on_after_one_has_left_and_the_next_stream_is_whole(shape: tuple[int, ...]) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -524,7 +522,7 @@ def test_any_layout_and_density_has_the_bytes_of_a_full_stream() -> None:
     mesh = named_mesh(dp=2, tp=2)
 
     @settings(
-        max_examples=60,
+        max_examples=30,
         derandomize=True,
         database=None,
         deadline=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import cycle
 from time import monotonic
 from typing import Any
 
@@ -17,7 +18,7 @@ from composable_fsdp import DivergenceError, MixedPrecisionPolicy, fully_shard
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.slack import slack
-from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS
+from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS
 
 SECONDS = 5.0
 """The time within which every rank must raise the error."""
@@ -97,8 +98,8 @@ DIFFERENCES: dict[str, tuple[Callable[[], nn.Sequential], str, str]] = {
 
 
 @pytest.mark.behaviour("H-02", "H-05")
-@pytest.mark.parametrize("difference", DIFFERENCES)
-@on_ranks(2, transports=TRANSPORTS)
+@pytest.mark.parametrize(("difference", "transport"), list(zip(DIFFERENCES, cycle(TRANSPORTS), strict=False)))
+@on_ranks(2, environment="transport")
 def test_the_differences_are_in_the_error_of_every_rank(difference: str) -> None:
     build, usual, other = DIFFERENCES[difference]
 
@@ -118,7 +119,7 @@ def test_the_differences_are_in_the_error_of_every_rank(difference: str) -> None
 
 
 @pytest.mark.behaviour("H-02")
-@on_ranks(2, transports=TRANSPORTS)
+@on_ranks(2)
 def test_values_of_other_shapes_are_not_sent() -> None:
     model = build_two(width=12 if dist.get_rank() == 1 else 8)
     with pytest.raises(
@@ -128,8 +129,7 @@ def test_values_of_other_shapes_are_not_sent() -> None:
 
 
 @pytest.mark.behaviour("H-02")
-@pytest.mark.parametrize("transport", [SOCKETS, COPIES, IN_COMMON], ids=["sockets", "copies", "in common"])
-@on_ranks(4, environment="transport")
+@on_ranks(4, environment=SOCKETS)
 def test_replicas_are_compared_too() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     width = 12 if dist.get_rank() >= 2 else 8

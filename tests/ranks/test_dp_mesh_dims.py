@@ -115,16 +115,10 @@ def test_several_data_parallel_dims_beside_between_and_around_tensor_parallel_on
     assert placed(model, UP) == (("a", "b", "tp"), (Replicate(), STRIDED, Shard(0)))
     model = check(mesh, Dims(shard=("a", "b")), ["a", "b"])
     assert placed(model, UP)[1] == (STRIDED, Shard(0))
-    model = check(mesh, Dims(replicate=("a", "b")), ["a", "b"])
-    assert placed(model, UP)[1] == (Replicate(), Shard(0))
 
     mesh = named_mesh(a=2, tp=2, b=1)  # tensor parallelism in between
     model = check(mesh, Dims(replicate="b", shard="a"), ["a", "b"])
     assert placed(model, UP) == (("a", "tp", "b"), (STRIDED, Shard(0), Replicate()))
-    model = check(mesh, Dims(replicate="a", shard="b"), ["a", "b"])
-    assert placed(model, UP) == (("a", "tp", "b"), (Replicate(), Shard(0), Shard(0)))
-    model = check(mesh, Dims(shard=("a", "b")), ["a", "b"])
-    assert placed(model, UP)[1] == (STRIDED, Shard(0))
 
     mesh = named_mesh(tp=2, a=1, b=2)
     model = check(mesh, Dims(shard=("a", "b")), ["a", "b"])

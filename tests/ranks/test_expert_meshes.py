@@ -52,7 +52,6 @@ def accelerate(ranks: int) -> Any:
 LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
     "tp 2, ep 2": (4, lambda: transformers(4, tp=2, ep=2)),
     "ep 2": (4, lambda: transformers(4, tp=1, ep=2)),
-    "tp 2, ep 4": (4, lambda: transformers(4, tp=2, ep=4)),
     "2 replicas, ep 2": (4, lambda: transformers(4, tp=1, ep=2, replicas=2)),
     "accelerate": (4, lambda: accelerate(4)),
     "data parallel": (4, lambda: example.make_meshes(4, tp=1, ep=1)),
@@ -129,8 +128,6 @@ def expected() -> dict[str, torch.Tensor]:
     ("layout", "others"),
     [
         ("tp 2, ep 2", ("one process", "data parallel", "ep 2")),
-        ("ep 2", ("tp 2, ep 4",)),
-        ("tp 2, ep 4", ("2 replicas, ep 2",)),
         ("2 replicas, ep 2", ("one process",)),
         ("accelerate", ("one process", "tp 2, ep 2")),
     ],

@@ -64,16 +64,6 @@ def test_fused_groups_share_one_gather_each_way_and_one_reduction() -> None:
     assert gathers[1] == gathers[2] <= 4, "one all-gather in each pass, and one barrier at each end"
 
 
-@on_ranks(2)
-def test_a_limit_of_zero_fuses_no_groups() -> None:
-    model = shard_layers(STACK.build(), fully_shard)
-    model.set_schedule(max_fused_bytes=0)
-    for step in range(3):
-        with counted_collectives() as counts:
-            STACK.loss(model, STACK.batch_of(step, dist.get_rank())).backward()
-        assert counts["reduce_scatter"] == DEPTH
-
-
 def freeze_some(layers: Sequence[FSDPModule], step: int) -> None:
     for parameter in layers[3].parameters():  # type: ignore[attr-defined]
         parameter.requires_grad_(step != 2)

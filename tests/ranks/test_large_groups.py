@@ -12,14 +12,13 @@ from torch import nn
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import root_of, state_of
-from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
+from tests.helpers.large_weights import WIDTH, Tower, batch, use_different_weights
 from tests.helpers.run_ranks import on_ranks, run_ranks
-from tests.helpers.transports import TRANSPORTS, Environment
+from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 
 @pytest.mark.behaviour("C-17")
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+@pytest.mark.parametrize(("world_size", "transport"), [(2, COPIES), (4, IN_COMMON), (4, SOCKETS)])
 def test_ranks_with_different_used_weights_reduce_together(world_size: int, transport: Environment) -> None:
     run_ranks(use_different_weights, world_size, environment=transport)
 
@@ -104,47 +103,7 @@ def play_bf16(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.behaviour("D-01")
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+@pytest.mark.parametrize(("world_size", "transport"), [(2, COPIES), (4, IN_COMMON), (4, SOCKETS)])
 def test_16_bit_gradients_are_sent_uncast_and_summed_in_fp32(world_size: int, transport: Environment) -> None:
     for microbatches in (1, 3):
         run_ranks(sum_bf16_gradients_in_fp32, world_size, microbatches, environment=transport)
-
-
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(4)
-            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-            self.heads = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-        self.head = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.heads[self.head](x)
-
-
-@pytest.mark.behaviour("C-17")
-@on_ranks(2, transports=TRANSPORTS)
-def test_ranks_may_use_different_parameters_of_a_group_with_nested_groups() -> None:
-    rank, reference = dist.get_rank(), TwoHeads()
-    model: Any = TwoHeads()
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    for step in range(3):
-        expected: dict[str, torch.Tensor] = {}
-        for other in range(2):
-            reference.zero_grad()
-            reference.head = (other + step) % 2
-            play(reference, step, other)
-            for name, parameter in reference.named_parameters():
-                if parameter.grad is not None:
-                    expected[name] = expected.get(name, torch.zeros_like(parameter)) + parameter.grad / 2
-        model.head = (rank + step) % 2
-        model.zero_grad()
-        play(model, step, rank)
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])

@@ -43,8 +43,10 @@ def check_gradients(model: Any) -> None:
 
 
 @pytest.mark.behaviour("C-03")
-@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, None), (2, False), (4, 2)])
-@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+@pytest.mark.parametrize(
+    ("world_size", "reshard", "transport"),
+    [(2, True, SOCKETS), (2, None, COPIES), (2, False, SOCKETS), (4, 2, COPIES)],
+)
 @on_ranks("world_size", environment="transport")
 def test_no_full_parameter_is_in_memory_after_forward_and_after_backward(reshard: bool | int | None) -> None:
     task, rank = TASKS["wide"], dist.get_rank()
@@ -119,8 +121,10 @@ def compare_ledger_with_storages(task_name: str, precision: MixedPrecisionPolicy
 
 
 @pytest.mark.behaviour("C-03")
-@pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
-@pytest.mark.parametrize(("world_size", "task"), [(2, "tied"), (4, "mlp")])
+@pytest.mark.parametrize(
+    ("world_size", "task", "precision"),
+    [(2, "tied", MixedPrecisionPolicy()), (4, "mlp", MixedPrecisionPolicy(param_dtype=torch.bfloat16))],
+)
 def test_the_ledger_of_the_trace_equals_the_storage_bytes(
     world_size: int, task: str, precision: MixedPrecisionPolicy
 ) -> None:

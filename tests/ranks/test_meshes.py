@@ -60,13 +60,11 @@ def test_the_default_process_group_is_started_from_the_environment_of_torchrun(t
 @pytest.mark.parametrize(
     ("task", "shape", "names"),
     [
-        ("mlp", (2, 2), None),
         ("transformer", (2, 2), ("replicate", "shard")),
         ("tied", (4, 1), ("replicate", "shard")),
         ("mlp", (1, 4), ("outer", "inner")),
         ("mlp", (4,), ("data",)),
         ("wide", (2, 1), None),
-        ("mlp", (3, 1), None),
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ from tests.helpers.models import seeded, shard_layers
 from tests.helpers.rank_process import RanksError
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.training import check_parity
-from tests.helpers.transports import COPIES, TRANSPORTS
+from tests.helpers.transports import COPIES
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -224,7 +224,7 @@ WAYS: dict[str, tuple[Return, Use]] = {
 
 
 @pytest.mark.behaviour("C-06", "C-04")
-@on_ranks(2, transports=TRANSPORTS)
+@on_ranks(2, environment=COPIES)
 def test_views_partly_used_outputs_and_returned_inputs_train() -> None:
     for kind in WAYS:
         check_parity(seeded(Wrapped, kind=kind), play, what=kind, reshard_after_forward=True)

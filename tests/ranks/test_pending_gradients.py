@@ -175,40 +175,6 @@ def divide_partial_sums() -> None:
                 model.zero_grad()
 
 
-def split(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> None:
-    """Compute gradients of inputs and of weights apart, as zero-bubble pipelines do; they are summed in ``dtype``."""
-    torch.manual_seed(42)
-    model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    reference = copy.deepcopy(model).to(torch.bfloat16)
-    fully_shard([model[0], model[1]], reshard_after_forward=False, mp_policy=policy)
-    fully_shard(model)
-    model.set_reshard_after_backward(False)
-    model.set_requires_gradient_sync(False)
-    parameters, known = list(model.parameters()), dict[Any, torch.Tensor]()
-    sums = [torch.zeros(4, 4, dtype=dtype) for _ in parameters]
-    for step in range(3):
-        x = torch.full((2, 4), dist.get_rank() + step + 1.0, dtype=torch.bfloat16, requires_grad=True)
-        output = model(x)
-        _, groups = stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
-        stage_backward_weight(model.parameters(), groups)
-        reference(x.detach()).sum().backward()
-        for total, parameter in zip(sums, reference.parameters(), strict=True):
-            assert parameter.grad is not None
-            total += parameter.grad
-            parameter.grad = None
-        for total, parameter in zip(sums, parameters, strict=True):
-            unreduced, partial = pending(model)[parameter]
-            assert partial is None
-            assert unreduced.dtype == dtype
-            assert torch.equal(unreduced, total)
-            assert known.setdefault(parameter, unreduced) is unreduced
-    model.synchronize_gradients()
-    assert pending(model) == {}
-    for total, parameter in zip(sums, parameters, strict=True):
-        dist.all_reduce(total)
-        assert torch.equal(full(parameter.grad), total.float() / 2)
-
-
 def sum_of_split_backwards(impl: Any, reduce_dtype: torch.dtype | None, ordinary: Sequence[int] = ()) -> float:
     """Return the gradient of weights of 256 + 1 + 1 + 1, each set after the backward of its input, as pipelines do.
 
@@ -747,9 +713,6 @@ def test_gradients_are_pending_until_they_are_reduced() -> None:
         model.synchronize_gradients()
         assert pending(model) == {}
     divide_partial_sums()
-    split(BF16, torch.bfloat16)
-    for grad_dtype in (None, torch.float32):
-        split(MixedPrecisionPolicy(torch.bfloat16, torch.float32, grad_dtype=grad_dtype), torch.float32)
     for impl in (composable_fsdp, torch.distributed.fsdp):
         assert sum_of_split_backwards(impl, torch.float32) == 259
         assert sum_of_split_backwards(impl, torch.bfloat16) == 256

@@ -158,10 +158,8 @@ def backward(loss: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("transport", "groups", "reshard"),
     [
-        ("in common", "one", True),
         ("sockets", "one", False),
-        ("in common", "several", False),
-        ("sockets", "several", True),
+        ("in common", "several", True),
     ],
 )
 @on_ranks(2, environment="transport")

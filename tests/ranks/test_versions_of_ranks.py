@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ OWN = f"composable_fsdp {importlib.metadata.version('composable-fsdp')}, torch {
 
 
 @pytest.mark.behaviour("G-01")
-@pytest.mark.parametrize("use", ["train", "sync", "save", "load"])
+@pytest.mark.parametrize(
+    ("use", "transport"), list(zip(["train", "sync", "save", "load"], cycle(TRANSPORTS), strict=False))
+)
 @pytest.mark.parametrize("of", ["torch", "composable_fsdp"])
-@on_ranks(2, transports=TRANSPORTS)
+@on_ranks(2, environment="transport")
 def test_ranks_with_other_versions_are_named(of: str, use: str, tmp_path: Path) -> None:
     """Give the last rank another version of ``of``, and begin to train, to save or to load."""
     model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))

@@ -43,8 +43,7 @@ class FallingBack(Layers):
 
 
 @pytest.mark.behaviour("G-03", "H-03")
-@pytest.mark.parametrize("kind", [Recomputing, FallingBack])
-@both_transports
+@pytest.mark.parametrize(("kind", "transport"), [(Recomputing, IN_COMMON), (FallingBack, SOCKETS)])
 @on_ranks(2, environment="transport")
 def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers]) -> None:
     model: Any = kind()
@@ -60,8 +59,7 @@ def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers]) 
 
 
 @pytest.mark.behaviour("G-03", "H-01")
-@both_transports
-@on_ranks(2, environment="transport")
+@on_ranks(2, environment=SOCKETS)
 def test_ranks_wait_for_a_late_one_after_a_recovery() -> None:
     """Check that a recovery clears the operation that a rank waited for, although operations are renumbered from 0."""
     model: Any = build()
@@ -77,8 +75,7 @@ def test_ranks_wait_for_a_late_one_after_a_recovery() -> None:
             step(model)
 
 
-@both_transports
-@on_ranks(2, environment="transport")
+@on_ranks(2, environment=SOCKETS)
 def test_a_long_wait_that_ended_is_not_reported() -> None:
     model: Any = build()
     step(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -128,19 +127,3 @@ def test_groups_are_initialised_and_synchronised_one_after_the_other(on_meta: bo
             own = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
             assert len(calls) == len(own) - 1, "the head is skipped, because the embedding initialises its weight"
             assert {float(v.flatten()[0]) for v in values.values()} == set(map(float, range(1, len(own))))
-
-
-def shard_by_hand(model: Any, order: tuple[str, ...]) -> nn.Module:
-    owners = [model.get_submodule(name) for name in order[:1]]
-    for name in order:
-        tied = name in ("embedding", "head") and name != order[0]
-        fully_shard(model.get_submodule(name), shared_from=owners if tied else ())
-    return fully_shard(model, shared_from=owners)
-
-
-@pytest.mark.behaviour("A-10")
-@on_ranks(2)
-def test_groups_share_the_weight_of_an_owner_in_any_order() -> None:
-    for order in (("embedding", "head"), ("head", "embedding"), ("head",), ("embedding", "layers.0")):
-        shard: Callable[..., nn.Module] = partial(shard_by_hand, order=order)
-        check_parity(TASKS["tied"].build, play_task("tied"), OPTIMIZERS["sgd"], shard=shard, what=str(order))
