@@ -86,8 +86,8 @@ def bound(codec: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.behaviour("E-08")
-@pytest.mark.parametrize("codec", BLOCKWISE + CASTS, ids=repr)
-@settings(max_examples=60)
+@codecs
+@settings(max_examples=40)
 @given(rows=finite_rows())
 def test_the_error_of_any_finite_values_is_bounded(codec: Any, rows: torch.Tensor) -> None:
     error = (round_trip(codec, rows).double() - rows.double()).abs()
@@ -122,7 +122,7 @@ def test_a_cast_keeps_nan_and_infinity_where_they_are(codec: Cast) -> None:
 
 @pytest.mark.behaviour("E-08")
 @codecs
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(rows=finite_rows())
 def test_blocks_do_not_span_rows_of_several_ranks(codec: Any, rows: torch.Tensor) -> None:
     payload, numel = codec.encode(rows), rows.size(1)
@@ -335,10 +335,10 @@ UNCOMPILED = pytest.mark.filterwarnings("ignore:Dynamo does not know how to trac
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler warns about its own code
 @pytest.mark.parametrize(
     ("codec", "numel"),
-    [(Int4(block=16), 77), (Int4(block=16), 9), (Float8(block=64), 77), (Int8(block=32), 77)],  # 9: less than a block
+    [(Int4(block=16), 77), (Int4(block=16), 9), (Float8(block=64), 77)],  # 9: less than a block
     ids=repr,
 )
-def test_a_compiled_codec_is_bitwise_equal(codec: Int4 | Float8 | Int8, numel: int, monkeypatch) -> None:
+def test_a_compiled_codec_is_bitwise_equal(codec: Int4 | Float8, numel: int, monkeypatch) -> None:
     torch._dynamo.reset()  # else the code of another size may serve this one
     shapes = ((3, numel), (3, numel))
     rows = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(100) for shape in shapes]
