@@ -40,11 +40,10 @@ SECTIONS = {
         "plugins/watched_waits.py",
     ),
     "State dicts and checkpoints": ("checkpoint",),
-    "Codecs": ("codecs", "plugins/codecs"),
+    "Codecs": ("codecs",),
     "Plans": ("plan",),
     "Diagnostics, timelines and meters": ("diagnostics",),
     "Command line": ("cli",),
-    "Test kit": ("testing",),
 }
 """The places in the package whose texts a section has."""
 
