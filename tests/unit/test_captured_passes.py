@@ -11,13 +11,10 @@ from torch import nn
 
 from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, ErrorFeedback, Int8, fully_shard
 from composable_fsdp.errors import LifecycleError
-from composable_fsdp.plugins import Observer
-from tests._internals import CapturedPasses
 from tests.helpers.simulated_offload import simulated_offload
 from tests.helpers.stream_training import WIDTH, Block, alone, with_unused
 from tests.simulation import SimulatedAccelerator, simulated_accelerator
 from tests.simulation.nccl import VARIANTS, stands_in
-from tests.simulation.rules import ContractViolation
 
 Step = Callable[[], object]
 
@@ -114,17 +111,3 @@ def test_the_first_forward_and_a_backward_without_its_forward_are_refused() -> N
         value = loss(model)
         with pytest.raises(LifecycleError, match=r"the forward of this backward was not captured. Capture both"):
             capture(device, value.backward)
-
-
-def capture_with_reductions_in_flight() -> None:
-    with stands_in("nccl", alone=True), alone() as mesh, simulated_accelerator() as device:
-        model, step = make(mesh["shard"])
-        step()
-        leave_in_flight(model)
-        capture(device, step)
-
-
-def test_without_the_refusal_a_rule_of_captures_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CapturedPasses, "begin_pass", Observer.begin_pass)
-    with pytest.raises(ContractViolation, match="A captured stream waits only for events that were recorded in the"):
-        capture_with_reductions_in_flight()

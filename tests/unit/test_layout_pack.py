@@ -94,24 +94,16 @@ class CountKernels(TorchDispatchMode):
 
 @FEWER
 @given(tensor_shards())
-def test_packing_takes_one_copy_for_even_shards_and_at_most_two(shards: TensorShards) -> None:
-    gradient = numbered(shards.shape)
+def test_packing_and_unpacking_take_at_most_two_copies_and_one_for_even_or_contiguous_pieces(shards) -> None:
+    gradient, place = numbered(shards.shape), torch.empty(shards.full_numel)
     _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
-    with CountKernels() as kernels:
+    with CountKernels() as packing:
         pack_gradient(shards, gradient, rows)
-    assert set(kernels.names) == {"copy_"}
-    assert len(kernels.names) <= (1 if shards.layout.is_even else 2)
-
-
-@FEWER
-@given(tensor_shards())
-def test_unpacking_takes_one_copy_for_contiguous_or_even_pieces_and_at_most_two(shards: TensorShards) -> None:
-    _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
-    place = torch.empty(shards.full_numel)
-    with CountKernels() as kernels:
+    with CountKernels() as unpacking:
         unpack_parameter(shards, rows, place)
-    assert set(kernels.names) == {"copy_"}
-    assert len(kernels.names) <= (1 if shards.concatenates or shards.layout.is_even else 2)
+    assert {*packing.names, *unpacking.names} == {"copy_"}
+    assert len(packing.names) <= (1 if shards.layout.is_even else 2)
+    assert len(unpacking.names) <= (1 if shards.concatenates or shards.layout.is_even else 2)
 
 
 def store_of(layout: GatherLayout, fulls: Sequence[Tensor], rank: int) -> Tensor:

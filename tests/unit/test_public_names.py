@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,7 +118,7 @@ def test_what_shards_by_itself_attaches_the_plugins(first: str) -> None:
 
 def test_submodules_are_attributes_and_are_listed() -> None:
     program = "import composable_fsdp as c; print(c.checkpoint.save, c.plan, c.interop.patch_torch, dir(c))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = run_program(program)
     assert not done.returncode, done.stderr
     listed = set(dir(composable_fsdp))
     assert listed == {*composable_fsdp.__all__, *submodules(), "__version__"}

@@ -33,20 +33,13 @@ def onto_meta(layer: Any) -> None:
             "the order check of 'layers.1' (Linear) is off, but that of 'root' (Chain), which contains it, is first, "
             "and one counts for all. Call set_order_check on the root only.",
         ),
-        (
-            lambda layer: layer.set_schedule(max_unsharded_bytes=0),
-            "the max_unsharded_bytes of 'layers.1' (Linear) is 0, but that of 'root' (Chain), which contains it, is "
-            "None, and one counts for all. Call set_schedule on the root only.",
-        ),
-        (
-            lambda layer: layer.set_schedule(prefetch_limit=3),
-            "the prefetch_limit of 'layers.1' (Linear) is 3, but that of 'root' (Chain), which contains it, is "
-            "None, and one counts for all. Call set_schedule on the root only.",
-        ),
-        (
-            lambda layer: layer.set_schedule(max_fused_bytes=7),
-            "the max_fused_bytes of 'layers.1' (Linear) is 7, but that of 'root' (Chain), which contains it, is "
-            "None, and one counts for all. Call set_schedule on the root only.",
+        *(
+            (
+                lambda layer, name=name, value=value: layer.set_schedule(**{name: value}),
+                f"the {name} of 'layers.1' (Linear) is {value}, but that of 'root' (Chain), which contains it, is "
+                "None, and one counts for all. Call set_schedule on the root only.",
+            )
+            for name, value in (("max_unsharded_bytes", 0), ("prefetch_limit", 3), ("max_fused_bytes", 7))
         ),
         (
             onto_meta,

@@ -20,7 +20,6 @@ from composable_fsdp.plugins.weight_stream.packed_layout import (
     placed,
 )
 from composable_fsdp.plugins.weight_stream.weight_names import Named, Unit, units_of
-from tests.helpers.fresh_process import run_program
 
 DTYPES = st.sampled_from([torch.int8, torch.float16, torch.float32, torch.int64, torch.complex128])
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -129,12 +128,3 @@ def test_a_layout_refuses_memory_of_another_size() -> None:
     for packed in torch.zeros(15, dtype=torch.uint8), torch.zeros(4):
         with pytest.raises(ValueError, match=r"^a layout of 16 bytes needs a uint8 tensor of shape \(16,\), not "):
             layout.unpack(packed)
-
-
-def test_the_package_imports_streams_on_first_use() -> None:
-    program = (
-        "import sys, composable_fsdp; assert not any('weight_stream' in name for name in sys.modules); "
-        "composable_fsdp.stream_full_params; assert 'composable_fsdp.plugins.weight_stream.stream' in sys.modules"
-    )
-    done = run_program(program)
-    assert done.returncode == 0, done.stderr
