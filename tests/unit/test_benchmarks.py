@@ -108,20 +108,6 @@ def test_collectives_of_one_process_group_share_bandwidth(sim, network, shared: 
     assert wires.finish() == expected
 
 
-def test_the_switch_gives_packets_the_rate_of_both_links_and_the_delay() -> None:
-    module = importlib.import_module("sim.lab")
-    lab = module.Lab(module.Link(mbit=8.0, delay_ms=5.0), ["a", "b", "c"], [], [0, 1, 2])
-    to_c = bytes([0x45, *[0] * 15, 10, 88, 0, 3]).ljust(1000, b"\0")
-    leaving, arriving = [0.0] * 3, [0.0] * 3
-    lab._enqueue(0, to_c, leaving, arriving)
-    lab._enqueue(1, to_c, leaving, arriving)
-    lab._enqueue(1, bytes([0x60, *to_c[1:]]), leaving, arriving)  # IPv6, which the lab does not support
-    (first, *_), (second, *_) = sorted(lab._waiting)
-    assert second - first == pytest.approx(0.001, abs=1e-4)  # two packets of 1000 bytes in sequence at 1 MB/s
-    lab._enqueue(0, to_c, [1e12] * 3, arriving)
-    assert len(lab._waiting) == 2  # the link was full
-
-
 def test_memory_events_are_exact() -> None:
     memory = importlib.import_module("memory")
 

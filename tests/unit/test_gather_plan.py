@@ -207,30 +207,3 @@ def test_a_group_that_cannot_be_fused_is_gathered_alone() -> None:
     assert [together(name, in_backward=True) for name in "cba"] == ["ca", "b", "a"]
     assert g.gathered_with("a", facts, {}, in_backward=False) == ("a",)
     assert g.gathered_with("a", facts, {"b": ("b", "c")}, in_backward=False) == ("a",)
-
-
-def lines_of(plan: g.Plan) -> list[str]:
-    """Return a line for each run: what it gathers, and what it gathers ahead."""
-    return ["; ".join(" ".join(gather) for gather in (run.own, *run.ahead)) for run in (*plan.forward, *plan.backward)]
-
-
-def plan_of_chain(facts: Mapping[str, g.GroupFacts], limits: g.Limits) -> g.Plan:
-    all_facts = {"root": facts_of("root", has_parameters=False), **facts}
-    return g.make_plan(record_of([(name, ()) for name in facts], all_facts), all_facts, limits)
-
-
-def chain(**changes: Any) -> dict[str, g.GroupFacts]:
-    return {name: facts_of(name, **changes) for name in "abcd"}
-
-
-def test_the_user_chooses_the_groups_to_prefetch() -> None:
-    facts = chain()
-    facts["a"] = facts_of("a", forward_prefetch=("d", "elsewhere", "b"))
-    facts["d"] = facts_of("d", backward_prefetch=())
-    lines = lines_of(plan_of_chain(facts, g.Limits()))
-    assert (lines[1], lines[5]) == ("a; d; b", "d"), "groups of another root are left out"
-
-
-def test_a_group_that_backward_does_not_need_is_passed_over_by_prefetches() -> None:
-    lines = lines_of(plan_of_chain(chain() | {"c": facts_of("c", unshard_in_backward=False)}, g.Limits(2)))
-    assert lines[5:] == ["d; b", "c; b; a", "b; a", "a"], "and counts in the limit"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 from tests._internals import Collective, ReduceOp, Transfer
-from tests.helpers import error_index
 from tests.helpers.behaviour_report import load_sections
-from tests.helpers.error_index import PAGE, SECTIONS, IndexedError, indexed_errors, place_of, render
+from tests.helpers.error_index import PAGE, SECTIONS, indexed_errors, place_of, render
 from tests.helpers.fake_world import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
-from tests.helpers.fresh_process import Program, run_module, run_script_on_ranks
+from tests.helpers.fresh_process import run_module, run_script_on_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,43 +101,12 @@ def test_a_rank_that_fails_ends_the_others_and_is_shown(tmp_path: Path) -> None:
         run_script_on_ranks(script, "raise", ranks=1, timeout=0.5)
 
 
-@pytest.mark.multiprocess
-def test_a_module_runs_until_a_signal_or_its_end(tmp_path: Path) -> None:
-    outputs = tmp_path / "stdout", tmp_path / "stderr"
-    program = Program("json.tool", "missing", outputs=outputs, environment={})
-    assert program.wait() == program.wait() == 2
-    assert "missing" in outputs[1].read_text()
-    server = Program("http.server", "0", outputs=outputs, environment={})
-    server.send_signal(signal.SIGKILL)
-    assert server.wait() == -signal.SIGKILL
-    server.send_signal(signal.SIGKILL)  # it is known to have ended
-
-
 def test_the_page_is_made_from_the_code_and_has_every_error() -> None:
     found = list(indexed_errors())
     assert PAGE.read_text() == render(found), "make errors writes it anew"
     places = {place for section in SECTIONS.values() for place in section}
     assert {place_of(each.place) for each in found} == places
     assert len(found) > 300, "parts of the package were not read"
-
-
-def test_a_text_is_a_cause_and_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = (
-        "HOW = 'Call it first.'\n"
-        "raise LifecycleError(f'{name!r} of v1.2 was not called. {HOW} Or ' 'leave it out.')\n"
-        "raise MeshError(advice_of(3))\n"
-        "warnings.warn('a long text | of one sentence', SomeWarning)\n"
-        "raise ValueError('not ours, so not in the index')\n"
-        "def advice_of(n):\n    return f'there are {n} ranks, not one.'\n"
-    )
-    (tmp_path / "module.py").write_text(source)
-    monkeypatch.setattr(error_index, "PACKAGE", tmp_path)
-    called, mesh, warning = indexed_errors()
-    assert (called.kind, called.cause) == ("LifecycleError", "… of v1.2 was not called.")
-    assert called.remedy == "Call it first. Or leave it out."
-    assert mesh == IndexedError("MeshError", "module.py", "there are … ranks, not one.")
-    assert mesh.remedy.startswith("Make [a mesh]")
-    assert (warning.kind, warning.remedy) == ("SomeWarning", "Filter the warning if it is meant so.")
 
 
 def ranks_of(world: FakeWorld) -> list[FakeCommunicator]:

@@ -133,22 +133,19 @@ def test_ignored_modules_are_unchanged() -> None:
         assert all(state[name] is parameter for name, parameter in before.items())
 
 
+ITSELF = nn.Sequential(nn.Linear(1, 1))
+
+
 @pytest.mark.behaviour("A-11")
 @pytest.mark.parametrize(
     ("ignored", "message"),
     [
         (nn.ModuleList([nn.Linear(1, 1)]), "must be a set or list of modules, not one ModuleList."),
         ([nn.Parameter(torch.ones(1)), nn.ReLU()], "must contain modules only, not Parameter."),
+        ({ITSELF}, "contains the Sequential that fully_shard was called on"),
+        ({nn.Sequential(ITSELF)}, "contains the Sequential that fully_shard was called on"),
     ],
 )
-def test_ignored_modules_of_a_wrong_type_are_an_error(ignored: Any, message: str) -> None:
+def test_ignored_modules_of_a_wrong_type_or_the_module_itself_are_an_error(ignored: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"ignored_modules {message}"):
-        fully_shard(nn.Linear(1, 1), ignored_modules=ignored)
-
-
-@pytest.mark.behaviour("A-11")
-def test_ignoring_the_module_itself_is_an_error() -> None:
-    module = nn.Sequential(nn.Linear(1, 1))
-    for ignored in (module, nn.Sequential(module)):
-        with pytest.raises(ConfigurationError, match="contains the Sequential that fully_shard was called on"):
-            fully_shard(module, ignored_modules={ignored})
+        fully_shard(ITSELF, ignored_modules=ignored)

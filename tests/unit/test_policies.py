@@ -64,19 +64,14 @@ def test_an_invalid_reshard_after_forward_is_shown_with_its_type(value: object, 
     assert isinstance(caught.value, ValueError)
 
 
-@given(POLICIES, st.sampled_from(FLOATING))
-def test_floating_parameters_compute_in_param_dtype_and_reduce_in_reduce_dtype_else_as_they_compute(
+@given(POLICIES, st.sampled_from(FLOATING + NOT_FLOATING))
+def test_floating_parameters_compute_in_param_dtype_and_reduce_in_reduce_dtype_and_others_are_never_cast(
     policy: MixedPrecisionPolicy, original: torch.dtype
 ) -> None:
-    compute = policy.param_dtype or original
+    compute = original if original in NOT_FLOATING else policy.param_dtype or original
     assert policy.compute_dtype(original) == compute
-    assert policy.gradient_reduce_dtype(compute, compute) == (policy.reduce_dtype or compute)
-
-
-@given(POLICIES, st.sampled_from(NOT_FLOATING))
-def test_other_parameters_are_never_cast(policy: MixedPrecisionPolicy, original: torch.dtype) -> None:
-    assert policy.compute_dtype(original) == original
-    assert policy.gradient_reduce_dtype(original, original) == original
+    reduced = original if original in NOT_FLOATING else policy.reduce_dtype or compute
+    assert policy.gradient_reduce_dtype(compute, compute) == reduced
 
 
 @pytest.mark.parametrize(("is_new", "reduced"), [(False, torch.bfloat16), (True, torch.float32)])

@@ -100,12 +100,6 @@ def test_modules_of_one_class_share_their_sharded_class_and_others_keep_theirs()
     assert not isinstance(bystander, FSDPModule)
 
 
-def test_only_the_given_module_changes_its_class() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    fully_shard(model)
-    assert [type(m) for m in model.modules()][1:] == [nn.Linear, nn.Sequential, nn.Linear]
-
-
 def test_slicing_and_indexing_a_sharded_container_gives_plain_ones() -> None:
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model = nn.Sequential(OrderedDict(first=nn.Linear(2, 2), second=inner, third=nn.Linear(2, 2)))
