@@ -114,10 +114,12 @@ class Llama(nn.Module):
 
 
 def llama_names(name: str) -> Any:
-    """Join queries, keys and values, and rename the rest."""
+    """Join queries, keys and values, split gates, and rename the rest."""
     for index, part in enumerate("qkv"):
         if f".{part}." in name:
             return JoinPart(name.replace(f".{part}.", ".qkv."), index, 3)
+    if "gate_up" in name:
+        return {name.replace("gate_up", "gate"): 20, name.replace("gate_up", "none"): 0, name.replace("gate_", ""): 28}
     return f"model.{name}"
 
 

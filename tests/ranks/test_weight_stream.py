@@ -212,27 +212,31 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = nn.Linear(6, 6), nn.Linear(6, 2), nn.Linear(6, 2)
-        self.up = nn.Linear(6, 10, bias=False)
+        self.up_gate = nn.Linear(6, 10, bias=False)
 
 
 @pytest.mark.behaviour("C-14")
 @on_ranks(2, 4)
-def test_a_key_map_renames_and_joins() -> None:
+def test_a_key_map_renames_joins_and_splits() -> None:
     model, plain = seeded(Attention)(), Attention()
     plain.load_state_dict(model.state_dict())
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
     def key_map(name: str) -> Any:
         layer, _, kind = name.partition(".")
+        if layer == "up_gate":
+            return {"up": 4, "gate": 6}
         return JoinPart(f"qkv.{kind}", "qkv".index(layer), 3) if layer in "qkv" else f"new.{name}"
 
     values = {
         f"qkv.{kind}": torch.cat([plain.get_parameter(f"{part}.{kind}").detach() for part in "qkv"])
         for kind in ("weight", "bias")
     }
-    values["new.up.weight"] = plain.up.weight.detach()
+    values |= dict(zip(("up", "gate"), plain.up_gate.weight.detach().split([4, 6]), strict=True))
     assert_streams(model, values, key_map=key_map)
     assert_streams(model, {"k": plain.k.bias.detach()}, key_map=lambda name: "k" if name == "k.bias" else None)
+    pieces = dict(zip("abc", plain.k.bias.detach().split([1, 0, 1]), strict=True))
+    assert_streams(model, pieces, key_map={"k.bias": {"a": 1, "b": 0, "c": 1}}.get)
 
 
 @pytest.mark.behaviour("C-14")
@@ -247,6 +251,14 @@ def test_errors_are_the_same_on_all_ranks_and_nothing_is_sent() -> None:
         (
             {"key_map": lambda name: "same"},
             r"^the stream would have two tensors called 'same', or one that lacks",
+        ),
+        (
+            {"key_map": {"q.weight": {"a": 1, "b": 2}}.get},
+            r"^key_map splits 'q\.weight' of shape \(6, 6\) into \{'a': 1, 'b': 2\}: these are not its rows\.$",
+        ),
+        (
+            {"key_map": {"k.weight": {"a": 1, "b": 1}, "q.bias": "b"}.get},
+            r"^the stream would have two tensors called 'b'",
         ),
         (
             {"key_map": {"q.weight": JoinPart("x", 0, 2)}.get},

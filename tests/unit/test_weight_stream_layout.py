@@ -108,15 +108,19 @@ def test_parts_are_joined_in_the_order_of_their_indices() -> None:
     named = [Named([f"x{i}"], (rows, 3), torch.float32) for i, rows in enumerate((2, 0, 4))]
     parts = {f"x{i}": JoinPart("x", index, 3) for i, index in enumerate((1, 2, 0))}
     (join,) = units_of(named, parts.get)
-    assert (join.members, join.tensor) == ((2, 0, 1), PackedTensor("x", (6, 3), torch.float32))
+    assert (join.members, join.tensors) == ((2, 0, 1), (PackedTensor("x", (6, 3), torch.float32),))
 
 
 def test_a_name_of_a_tied_parameter_that_is_kept_counts() -> None:
     named = [Named(["a", "b", "c"], (2,), torch.float32)]
     assert units_of(named, None)[0].aliases == {"b": "a", "c": "a"}
     (unit,) = units_of(named, {"b": "new", "c": "c"}.get)
-    assert unit == Unit((0,), PackedTensor("new", (2,), torch.float32), {"c": "new"})
+    assert unit == Unit((0,), (PackedTensor("new", (2,), torch.float32),), {"c": "new"})
     assert units_of(named, lambda name: None) == []
+    with pytest.raises(
+        ConfigurationError, match=r"^key_map joins or splits one of the names \['a', 'b', 'c'\] of a tied"
+    ):
+        units_of(named, lambda name: {"y": 1, "z": 1} if name == "c" else "x")
     two = [*named, Named(["d"], (2,), torch.float32)]
     for names in {"a": "x", "b": "y", "d": "y"}, {"a": "x", "d": "y", "b": "y"}:
         with pytest.raises(ConfigurationError, match=r"^the stream would have two tensors called 'y'\. Change key_map"):

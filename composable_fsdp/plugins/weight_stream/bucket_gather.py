@@ -44,7 +44,7 @@ def plan_buckets(sources: ModelSources, units: Sequence[Unit], bucket_bytes: int
     """Return the plans of buckets of ``units``."""
     members = [[sources.sources[i] for i in unit.members] for unit in units]
     costs = [
-        max(unit.tensor.nbytes, sum(map(sources.received_bytes, of_unit)))
+        max(unit.nbytes, sum(map(sources.received_bytes, of_unit)))
         for unit, of_unit in zip(units, members, strict=True)
     ]
     plans = []

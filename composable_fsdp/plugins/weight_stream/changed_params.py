@@ -2,7 +2,7 @@
 
 Each rank casts its shards of a bucket to the dtype of the wire, one after the other in a row, and compares the row with
 the one that it sent last. What differs is sent by its offset in the bucket, which is the full tensors one after the
-other: so renamed and joined tensors need nothing more. All parameters of a bucket have one dtype and one route.
+other: so renamed, joined and split tensors need nothing more. All parameters of a bucket have one dtype and one route.
 
 The rows of a message are as long as that of the rank with most changes. Ranks learn that length from the header of the
 message before, so that the changes of a bucket are found before the bucket in front of it is launched.
@@ -102,7 +102,7 @@ def stream_changed_params(
         bucket_bytes: the most bytes of a bucket, if all of it is sent. A bucket has parameters of one dtype,
             which are sharded over the same axes.
         dtype: cast parameters of floating point to it, before they are compared.
-        key_map: renames and joins.
+        key_map: renames, joins and splits.
         rank0_only: only the first rank gets values.
         whole_above: the share of a bucket's values, from 0 to 1, from which on all of them are sent, without indices.
             On ranks with fewer changes than others, as many as the others have count.
@@ -145,11 +145,11 @@ def stream_changed_params(
 def _plan(sources: ModelSources, units: list[Unit], bucket_bytes: int) -> list[_Bucket]:
     alike: dict[tuple[torch.dtype, tuple[int, ...]], list[Unit]] = {}
     for unit in units:
-        routes, dtype = {sources.sources[i].route for i in unit.members}, unit.tensor.dtype
+        routes, dtype = {sources.sources[i].route for i in unit.members}, unit.tensors[0].dtype
         if len(routes) > 1 or dtype not in DTYPES.values():
             what = f"of {dtype}" if len(routes) == 1 else "joined of parameters that are sharded over different axes"
             raise ParameterError(
-                f"parameter {unit.tensor.name!r} is {what}, of which {CALLER} cannot send changes. Leave it out by "
+                f"parameter {unit.tensors[0].name!r} is {what}, of which {CALLER} cannot send changes. Leave it out by "
                 "key_map, and send it with stream_full_params."
             )
         alike.setdefault((dtype, routes.pop()), []).append(unit)

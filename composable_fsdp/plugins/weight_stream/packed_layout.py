@@ -59,10 +59,10 @@ def _order(tensor: PackedTensor | Distribution, nbytes: int) -> int:
 def placed(units: Iterable[Unit]) -> tuple[PackedLayout, list[tuple[Unit, int]]]:
     """Return the layout of a bucket of ``units``, and the units with their offsets in it."""
     offsets, end = [], 0
-    for unit in sorted(units, key=lambda unit: _order(unit.tensor, unit.tensor.nbytes)):
+    for unit in sorted(units, key=lambda unit: _order(unit.tensors[0], unit.nbytes)):
         offsets.append((unit, end))
-        end += unit.tensor.nbytes
-    tensors = tuple(replace(unit.tensor, offset=offset) for unit, offset in offsets)
+        end += unit.nbytes
+    tensors = tuple(replace(each, offset=at + each.offset) for unit, at in offsets for each in unit.tensors)
     aliases = {alias: name for unit, _ in offsets for alias, name in unit.aliases.items()}
     return PackedLayout(tensors, aligned_bytes(end), aliases), offsets
 

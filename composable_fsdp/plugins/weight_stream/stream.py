@@ -103,7 +103,8 @@ def stream_full_params(
             - a name;
             - ``None``: the parameter is left out;
             - ``JoinPart(name, index, count)``: it is a part of tensor ``name``, which is the concatenation along dim 0
-              of all ``count`` parts in the order of ``index`` and has the place of the first that the model has.
+              of all ``count`` parts in the order of ``index`` and has the place of the first that the model has;
+            - a mapping ``{name: rows, ...}``: it is split along dim 0, in this order.
 
             Names are without prefixes of wrappers, as in ``composable_fsdp.checkpoint.state_dict``. Of a tied
             parameter, the first name counts that is not left out; others that are mapped to names are
