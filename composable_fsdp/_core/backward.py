@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -146,6 +147,14 @@ class Progress:
         self._reached_forwards.add(record)
         for state, number in record.awaited.items():
             state.open_calls += number
+
+    def may_come_later(self, state: FSDPState) -> bool:
+        """Return whether gradients of ``state`` may still arrive from a forward that this backward has not reached.
+
+        Backward goes through forwards from the last to the first. Those after the ones reached get another backward.
+        """
+        older = takewhile(lambda record: record not in self._reached_forwards, self.forwards)
+        return any(state in record.awaited for record in older)
 
     def end(self) -> None:
         """End the backward.

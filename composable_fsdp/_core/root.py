@@ -347,8 +347,11 @@ class Root:
         is_freed = state.options.reshard_after_backward and not state.user_states
         if run.awaited <= 0 and is_freed and not (self.outermost is not None and state.is_in_use):
             self.launcher.free(state.group)  # Note: order of free, wait and reduce
-        if state.open_calls <= 0 and state not in self.queue.waiting and not state.options.reduced_by_observer:
-            self.reduce_gradients(state)
+        if state.open_calls > 0 or state in self.queue.waiting or state.options.reduced_by_observer:
+            return
+        if state.group.gradient_state is _ARRIVING and self.progress.may_come_later(state):
+            return  # other ranks may have no gradient to reduce yet
+        self.reduce_gradients(state)
 
     def end_backward(self) -> None:
         """Autograd has run the backward: reduce what is left, reshard, and wait if this is the step's last one."""

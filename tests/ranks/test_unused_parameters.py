@@ -70,6 +70,19 @@ def accumulate(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return torch.stack([first, second, play(model, 3 * step + 2, rank)])
 
 
+def play_jointly(model: Any, step: int, rank: int) -> torch.Tensor:
+    """Play two forwards and one backward. On each rank, only one of the forwards uses the expert of the rank."""
+    outputs = []
+    for at in range(2):
+        for layer in model.layers:
+            layer.chosen = [0, rank] if (at + rank + step) % 2 else [0]
+        generator = torch.Generator().manual_seed(100 * step + 10 * rank + at)
+        outputs.append(model(torch.randn(4, model.width, generator=generator, requires_grad=True)))
+    loss = torch.stack(outputs).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
 def shard(model: Model, mesh_shape: tuple[int, ...], reshard_after_forward: bool | None) -> Model:
     mesh = init_device_mesh("cpu", mesh_shape)
     for layer in model.layers:
@@ -88,7 +101,7 @@ def check_that_ranks_agree(model: nn.Module) -> None:
 def train_unequally(mesh_shape: tuple[int, ...], width: int, steps: int) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     build = seeded(Model, width=width)
-    for what, how in (("each step", play), ("accumulated", accumulate)):
+    for what, how in (("each step", play), ("accumulated", accumulate), ("jointly", play_jointly)):
         expected = train(build(), how, ranks=range(world_size), watched=rank, divide=world_size, steps=steps)
         for reshard in (True, None):
             model = build()
