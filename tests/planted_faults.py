@@ -180,7 +180,8 @@ def _calls(function: ast.FunctionDef) -> list[ast.Call]:
     ]
 
 
-def sites() -> list[Site]:
+@cache
+def sites() -> Sequence[Site]:
     found = []
     for file in sorted(PACKAGE.rglob("*.py")):
         path = str(file.relative_to(PACKAGE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,7 @@ class SeenPasses(Observer):
         self.found.append((self.before.pop(), hook, root.current_pass))
 
 
+@cache
 def passes_of(first: Hook, *, in_forward: bool) -> list[tuple[Pass, Hook, Pass]]:
     with single_rank():
         seen, x = SeenPasses(), torch.ones(2, 4, requires_grad=True)
