@@ -145,7 +145,7 @@ def wait_in_another_order(count: int, ahead: int) -> None:
     """More operations in flight than there are slots: rank 0 waits for each, the others for the last of many."""
     communicator = shared(new_group())
     rank, size = communicator.rank, communicator.size
-    outputs = [torch.empty(size * (LARGE if k % 8 == 0 else 7)) for k in range(count)]
+    outputs = [torch.empty(size * (LARGE if k % 24 == 0 else 7)) for k in range(count)]
     works: list[Work] = []
     for k, output in enumerate(outputs):
         shard = make_shard(rank + k, output.numel() // size)
@@ -162,7 +162,7 @@ def wait_in_another_order(count: int, ahead: int) -> None:
 
 @pytest.mark.parametrize("ahead", [3, 100])
 def test_more_operations_are_in_flight_than_there_are_slots(ahead: int) -> None:
-    run_ranks(wait_in_another_order, 3, 2 * NUM_SLOTS, ahead)
+    run_ranks(wait_in_another_order, 3, NUM_SLOTS + 8, ahead)
 
 
 @on_ranks(2)
@@ -173,6 +173,18 @@ def test_ranks_that_completed_all_slots_stage_again() -> None:
         works = [communicator.launch(Collective.BARRIER, (), "many") for _ in range(NUM_SLOTS)]
         for work in works:
             work.wait()
+
+
+@on_ranks(2)
+def test_a_rank_goes_on_with_80_operations_of_one_that_waits_elsewhere() -> None:
+    """Sockets have room for all messages that it leaves unread: also for more operations, with long descriptions."""
+    communicator = shared(new_group())
+    works = [communicator.launch(Collective.BARRIER, (), f"{k} of " + 500 * "many") for k in range(2 * NUM_SLOTS)]
+    for work in works[: max(80, NUM_SLOTS - 2)] if dist.get_rank() == 0 else ():
+        work.wait()
+    dist.barrier()
+    for work in works:
+        work.wait()
 
 
 @on_ranks(2, 4)

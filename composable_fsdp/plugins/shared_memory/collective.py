@@ -65,8 +65,10 @@ def plan_rounds(ranges: tuple[StagedRange, ...], capacity: int) -> tuple[Round, 
     return (*rounds, tuple(pieces))
 
 
-_MOST_BYTES = 1000
-"""A description is longer if the label names hundreds of modules."""
+_MOST_BYTES = 480
+"""Cut to this, the descriptions of ``NUM_SLOTS`` unread steps fit into a socket. They are longer if the label names
+many modules.
+"""
 
 
 def described(label: str, sizes: str) -> bytes:

@@ -12,8 +12,10 @@ import torch
 SLOT_BYTES = 2 << 20
 """The bytes staged per rank at a time. A rank fills one slot while its peers read another."""
 
-NUM_SLOTS = 16
-"""The slots of each rank. Low ones are reused first, so that few are ever written: new pages cost page faults."""
+NUM_SLOTS = 96
+"""The slots of each rank: so many steps can be staged before the slowest rank has done the first, as when it waits in a
+collective of the user's. Low ones are reused first, so that few are ever written: new pages cost page faults.
+"""
 
 
 def check_sealed(descriptor: int) -> None:

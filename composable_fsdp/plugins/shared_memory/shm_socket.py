@@ -41,7 +41,8 @@ class Message(NamedTuple):
 class ShmSocket:
     """Sockets to every peer.
 
-    There is always room for messages: ranks stage at most ``NUM_SLOTS`` steps before a peer has read the first.
+    There is always room for messages: a rank stages at most ``NUM_SLOTS`` steps before a peer has completed the first,
+    and tells it of progress at most as often. 104 such pairs fit into Linux's default buffer of 212,992 bytes.
 
     Args:
         sockets: connected, non-blocking sockets of type ``SOCK_SEQPACKET``, by peer. They are closed with this object.
