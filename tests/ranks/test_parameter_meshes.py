@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
@@ -149,6 +150,61 @@ def test_every_mesh_of_a_group_accumulates_and_reduces_in_the_same_precision() -
     for linear, mean in ((dense, 1.5), (expert, {0: 1.0, 1: 2.0}[rank % 2])):
         gradient: Any = linear.weight.grad
         assert_exact(gradient.full_tensor(), torch.full((3, 3), 2 * mean), f"{mean}")
+
+
+class ExchangedExperts(nn.Module):
+    """Dense layer, then one expert for each half of the tokens: the own one, or both if there is no ``group``."""
+
+    def __init__(self, group: dist.ProcessGroup | None, held: slice) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.dense = nn.Linear(4, 4)
+        self.experts = nn.Parameter(torch.randn(2, 4, 4)[held].clone())
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dense(x)
+        if self.group is None:
+            return torch.cat([torch.tanh(part @ expert) for part, expert in zip(x.chunk(2), self.experts, strict=True)])
+        x = all_to_all_single_autograd(x.contiguous(), None, None, self.group)
+        x = torch.tanh(x @ self.experts[0])
+        return all_to_all_single_autograd(x.contiguous(), None, None, self.group)
+
+
+@pytest.mark.behaviour("A-05", "D-01")
+@on_ranks(4)
+def test_experts_that_exchange_tokens_divide_by_their_own_factor() -> None:
+    """Train experts that get the tokens of two ranks by SGD, whose steps grow with gradients, and compare."""
+    mesh, rank = named_mesh(edp=2, ep=2), dist.get_rank()
+    data = mesh["edp", "ep"]._flatten("dp")
+    held = mesh.get_local_rank("ep")
+    inputs = [torch.randn(6, 4, generator=torch.Generator().manual_seed(each)) for each in range(4)]
+    for factor in (None, 8.0):
+        reference: Any = ExchangedExperts(None, slice(None))
+        model: Any = ExchangedExperts(mesh.get_group("ep"), slice(held, held + 1))
+        own = model.experts
+        fully_shard(
+            model,
+            mesh=data,
+            shard_placement_fn=lambda p: ShardPlacementResult(Shard(1), mesh["edp"], divide=4) if p is own else None,  # noqa: B023
+        )
+        if factor is not None:
+            sharded(model).set_gradient_divide_factor(factor)  # for the dense layer only
+        ours = torch.optim.SGD(model.parameters(), 0.5)
+        theirs = torch.optim.SGD(reference.parameters(), 0.5)
+        for _ in range(3):
+            model(inputs[rank]).square().mean().backward()
+            (sum(reference(x).square().mean() for x in inputs) / 4).backward()
+            if factor is not None:
+                for p in reference.dense.parameters():
+                    p.grad.div_(2)
+            for name, parameter in model.named_parameters():
+                expected = reference.get_parameter(name).grad
+                expected = expected[held : held + 1] if name == "experts" else expected
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected, msg=name)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, "2", True])

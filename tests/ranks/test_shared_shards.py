@@ -183,3 +183,19 @@ def test_an_optimizer_of_two_models_waits_for_the_readers_of_both() -> None:
             model(inputs)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_one_rank_may_evaluate_kept_parameters_between_forwards() -> None:
+    model, _ = layers_in_one_group()
+    inputs = torch.ones(4, 32)
+    loss = model(inputs).sum()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(inputs)
+    for _ in range(3):
+        loss = loss + model(inputs).sum()
+    loss.backward()
+    gradient = model.get_submodule("1").get_parameter("bias").grad
+    assert gradient is not None
+    assert local(gradient).eq(4 * len(inputs)).all()
