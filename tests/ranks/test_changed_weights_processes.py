@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp import fully_shard, stream_changed_params, stream_full_params
 from composable_fsdp.errors import FlushError
 from composable_fsdp.plugins.weight_stream import Flush, Position, SentParams, apply_changes
+from tests.helpers.forked_python import forked_python
 from tests.helpers.models import UnevenMLP, seeded, shard_layers
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.torchrun import torchrun
@@ -162,8 +163,10 @@ def test_files_of_a_sender_that_is_killed_at_thirty_points_are_whole_and_the_nex
 
 
 @pytest.mark.multiprocess
-def test_the_example_pushes_to_a_process_that_generates_and_is_killed() -> None:
-    said = torchrun("examples/grpo_engine.py", "--steps", "3", "--lr", "1e-6", "--kill-at", "2")
+def test_the_example_pushes_to_a_process_that_generates_and_is_killed(tmp_path: Path) -> None:
+    flags = ("--steps", "3", "--lr", "1e-6", "--kill-at", "2")
+    with forked_python(tmp_path) as environment:
+        said = torchrun("examples/grpo_engine.py", *flags, environment=environment)
     nbytes = [int(found) for found in re.findall(r"^step \d reward [\d.]+ bytes (\d+)$", said, re.MULTILINE)]
     assert nbytes[0] == nbytes[2] > 10 * nbytes[1], said
     assert "the engine has the weights of the policy" in said
