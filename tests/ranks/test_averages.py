@@ -15,12 +15,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from composable_fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, load, load_state_dict, save, state_dict
-from composable_fsdp.errors import CheckpointError
 from tests.helpers.counted_collectives import counted_collectives
-from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.run_ranks import on_ranks, run_ranks
-from tests.helpers.sharding import adamw, assert_exact, full_value, values_of
+from tests.helpers.run_ranks import on_ranks
+from tests.helpers.sharding import adamw, assert_exact, full_value
 from tests.helpers.transports import TRANSPORTS
 
 
@@ -148,45 +146,3 @@ def test_averages_of_buffers_and_of_narrow_parameters(tmp_path: Path) -> None:
     assert int(fresh.n_averaged) == 2
     for name, value in state_dict(fresh.module, Full()).items():
         assert_exact(value, state_dict(wide.module, Full())[name], name)
-
-
-def pairs(size: int) -> nn.Module:
-    """Return tensor-parallel pairs with uneven sizes on 4 ranks; placements alone do not describe their shards."""
-    model = PAIRS.build()
-    mesh = named_mesh(dp=size // 2, tp=2) if size == 4 else named_mesh(dp=size)
-    if size == 4:
-        parallelize_pairs(model, mesh["tp"])
-    return shard_layers(model, fully_shard, mesh=mesh["dp"])
-
-
-def save_averages(folder: str) -> dict[str, torch.Tensor]:
-    model = pairs(dist.get_world_size())
-    optimizer, averaged = adamw(model.parameters()), averages_of(model)
-    for step in range(2):
-        PAIRS.loss(model, PAIRS.batch_of(step, 0)).backward()
-        optimizer.step()
-        averaged.update_parameters(model)
-    save(folder, averaged)
-    return state_dict(averaged.module, Full())
-
-
-def load_averages(folder: str, expected: dict[str, torch.Tensor]) -> None:
-    model = pairs(dist.get_world_size())
-    averaged = averages_of(model)
-    load(folder, averaged)
-    assert int(averaged.n_averaged) == 2
-    for name, value in state_dict(averaged.module, Full()).items():
-        assert_exact(value, expected[name], name)
-    own = values_of(model)
-    assert any(not torch.equal(value, own[name]) for name, value in expected.items() if name in own)
-    wider = averages_of(model)
-    wider.module.double()
-    with pytest.raises(CheckpointError, match=r"module\.head\.bias: float32, expected float64"):
-        load(folder, wider)
-
-
-@pytest.mark.behaviour("A-18", "F-07")
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 1)])
-def test_averages_are_a_checkpoint_for_any_number_of_ranks(tmp_path: Path, saved: int, loaded: int) -> None:
-    expected, *_ = run_ranks(save_averages, saved, str(tmp_path))
-    run_ranks(load_averages, loaded, str(tmp_path), expected)

@@ -179,11 +179,6 @@ def copy_chain_of_owners(order: tuple[int, ...]) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def copy_chains_of_owners() -> None:
-    for order in ((3, 2, 1, 0), (2, 0, 3, 1), (0, 1, 2)):
-        copy_chain_of_owners(order)
-
-
 def copy_on_meta_and_hybrid() -> None:
     with torch.device("meta"):
         model = shard_layers(Chain(), fully_shard)
@@ -223,7 +218,8 @@ def test_a_copy_keeps_gradients_and_settings_and_shares_no_memory() -> None:
     run_ranks(everything_is_kept, 2)
     run_ranks(copy_parts, 2)
     run_ranks(copy_on_meta_and_hybrid, 2)
-    run_ranks(copy_chains_of_owners, 2)
+    for order in ((3, 2, 1, 0), (2, 0, 3, 1), (0, 1, 2)):
+        run_ranks(copy_chain_of_owners, 2, order)
     run_ranks(free_with_copy, 2)
 
 

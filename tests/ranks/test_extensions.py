@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.func import functional_call
 
 from composable_fsdp import CommunicationPolicy, Int8, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import ParameterError
@@ -78,25 +77,6 @@ def test_a_two_tensor_subclass_trains_with_parity(world_size: int) -> None:
     for width in (8, 7, 3):
         for reshard in (True, False, None):
             run_ranks(train_pairs, world_size, width, reshard)
-
-
-@pytest.mark.behaviour("E-01", "E-03")
-@on_ranks(2)
-def test_kept_parameters_are_gathered_again_after_a_step() -> None:
-    rank = dist.get_rank()
-    for foreach in (False, None):
-        model: Any = fully_shard(with_weights(build(7), Pair), reshard_after_forward=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
-        model(batch_of(0, rank)).square().mean().backward()
-        with torch.no_grad():
-            before = model(batch_of(1, rank))
-        assert not isinstance(model[0].weight, DTensor)
-        optimizer.step()
-        after = model(batch_of(1, rank))
-        model.reshard()
-        values = {name: gather_value(p) for name, p in model.named_parameters()}
-        torch.testing.assert_close(after, functional_call(build(7), values, batch_of(1, rank)))
-        assert not torch.allclose(after, before)
 
 
 @pytest.mark.behaviour("E-02", "E-03")

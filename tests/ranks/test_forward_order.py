@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.helpers.counted_collectives import compared
 from tests.helpers.run_ranks import on_ranks, run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.slack import slack
-from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.transports import IN_COMMON, SOCKETS, TRANSPORTS
 from tests.helpers.two_layers import FAULTS, build, sgd, step
 
 SECONDS = 5.0
@@ -60,16 +61,14 @@ def fail_and_go_on(fault: str, at_step: int) -> None:
 
 
 @pytest.mark.behaviour("G-01", "H-01", "H-03", "H-05")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_on_one_rank_is_an_error_on_all_and_training_goes_on(fault: str, transport: Environment) -> None:
-    run_ranks(fail_and_go_on, 2, fault, 3, environment=transport)
+@pytest.mark.parametrize(("fault", "transport"), list(zip(FAULTS, cycle(TRANSPORTS), strict=False)))
+def test_a_fault_on_one_rank_is_an_error_on_all_and_training_goes_on(fault: str, transport: str) -> None:
+    run_ranks(fail_and_go_on, 2, fault, 3, environment=TRANSPORTS[transport])
 
 
 @pytest.mark.behaviour("G-01", "H-01")
-@pytest.mark.parametrize("transport", [SOCKETS, COPIES], ids=["sockets", "copies"])
-def test_a_fault_in_the_first_step_is_an_error_on_four_ranks(transport: Environment) -> None:
-    run_ranks(fail_and_go_on, 4, "order", 0, environment=transport)
+def test_a_fault_in_the_first_step_is_an_error_on_four_ranks() -> None:
+    run_ranks(fail_and_go_on, 4, "order", 0, environment=SOCKETS)
 
 
 @pytest.mark.behaviour("G-01")
@@ -129,8 +128,7 @@ def test_ranks_compare_only_new_sequences(ranks: int) -> None:
 
 
 @pytest.mark.behaviour("G-02")
-@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
-@on_ranks(2, 4, environment="transport")
+@on_ranks(2, environment=SOCKETS)
 def test_an_order_that_changes_on_all_ranks_is_warned_of_once() -> None:
     model = build()
     optimizer = sgd(model)

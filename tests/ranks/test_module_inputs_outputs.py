@@ -145,14 +145,11 @@ def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return loss.detach()
 
 
-def train_with_containers(kinds: list[str]) -> None:
-    for kind in kinds:
-        check_parity(seeded(Outer, kind=kind), play, what=kind, reshard_after_forward=True)
-
-
 @pytest.mark.behaviour("C-06")
+@on_ranks(2, environment=COPIES)
 def test_inputs_and_outputs_in_containers_train() -> None:
-    run_ranks(train_with_containers, 2, list(CONTAINERS), environment=COPIES)
+    for kind in CONTAINERS:
+        check_parity(seeded(Outer, kind=kind), play, what=kind, reshard_after_forward=True)
 
 
 class Wrapped(nn.Module):

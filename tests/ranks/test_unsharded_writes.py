@@ -156,7 +156,7 @@ def write(setting: str) -> None:
 
 
 @pytest.mark.behaviour("C-08")
-@pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
+@pytest.mark.parametrize("environment", [IN_COMMON, SOCKETS], ids=["in common", "sockets"])
 def test_writes_between_passes_are_kept(environment: Environment) -> None:
     run_ranks(write, 2, "plain", environment=environment)
 
