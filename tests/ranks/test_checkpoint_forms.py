@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -264,7 +265,8 @@ def from_rank_0(shape: tuple[int, ...]) -> list[str]:
             load_state_dict(fresh, full or others, **options)
         same_values(full_state_of(fresh), expected)
         other = scramble(build())
-        load_state_dict(other, full or others, broadcast_from_rank0=True)  # not sharded, on all ranks
+        # Not sharded, on all ranks, of a mapping that cannot be pickled.
+        load_state_dict(other, MappingProxyType(full), broadcast_from_rank0=True)
         same_values(other.state_dict(), expected)
     wrong = {**full, "frozen": torch.zeros(4), "new": 1} if rank == 0 else others
     found = [message(lambda: load_state_dict(model, wrong, Full(rank0_only=True)))]

@@ -84,3 +84,8 @@ def test_experts_on_another_mesh_are_in_every_form_but_that_of_rank_0() -> None:
                 same_values(found, expected if rank == 0 or not form.rank0_only else {})
             load_state_dict(fresh, found, form)
             same_values(full_state_of(fresh), expected)
+    some = nn.Sequential(nn.Linear(3, 3))
+    if index == 0:
+        some.append(fully_shard(nn.Linear(3, 3), mesh=mesh["edp"]))
+    with pytest.raises(ConfigurationError, match="rank 0 has not all of them"):  # ranks without the expert waited
+        state_dict(fully_shard(some, mesh=data), Full(rank0_only=True))

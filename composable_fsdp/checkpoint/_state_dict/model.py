@@ -225,15 +225,18 @@ class OwnerRanks:
         placed = [(v.device_mesh, sharding) for v, sharding in tensors if isinstance(v, DTensor)]
         if not placed and from_rank0 and dist.is_initialized():
             return OwnerRanks(default_mesh(), from_rank0)
-        mesh = max((mesh for mesh, _ in placed), key=lambda mesh: mesh.size(), default=None)
-        sharded = [(mesh.size(), sharding.axes.num_ranks) for mesh, sharding in placed if sharding is not None]
+        return OwnerRanks(max((mesh for mesh, _ in placed), key=lambda mesh: mesh.size(), default=None), from_rank0)
+
+    def check_first(self, tensors: Iterable[tuple[object, ParameterSharding | None]]) -> None:
+        """Raise if only the first rank has values, and it has not all of ``tensors``."""
+        sharded = [(v.device_mesh.size(), s.axes.num_ranks) for v, s in tensors if isinstance(v, DTensor) and s]
         most = max((num_ranks for _, num_ranks in sharded), default=0)
-        if from_rank0 and mesh is not None and any(n < most and size < mesh.size() for size, n in sharded):
+        largest = 0 if self.mesh is None else self.mesh.size()
+        if self.from_rank0 and any(num_ranks < most and size < largest for size, num_ranks in sharded):
             raise ConfigurationError(
                 "some parameters, such as experts, are on a smaller mesh and have other values on other ranks, so "
                 "rank 0 has not all of them. Pass Full(), Sharded() or Local(), or call checkpoint.save."
             )
-        return OwnerRanks(mesh, from_rank0)
 
     @property
     def rank(self) -> int:
@@ -317,12 +320,15 @@ def on_all_ranks(model: nn.Module, call: Callable[[], T], *, from_rank0: bool = 
     results: list[T] = []
 
     def each() -> bool:
+        owners.check_first(tensors)
         prepare_for_access(model)
         results.append(call())
         return from_rank0
 
-    sharded = [(p.sharded, p.sharding) for state in states_below(model) for p in state.group.parameters]
-    owners = OwnerRanks.of([*sharded, *((p, None) for p in model.parameters())], from_rank0=from_rank0)
+    tensors: list[tuple[object, ParameterSharding | None]]
+    tensors = [(p.sharded, p.sharding) for state in states_below(model) for p in state.group.parameters]
+    tensors += ((parameter, None) for parameter in model.parameters())
+    owners = OwnerRanks.of(tensors, from_rank0=from_rank0)
     if len(set(owners.exchange(each).values())) > 1:
         raise ConfigurationError("only some ranks take the values of rank 0. Pass the same arguments on all ranks.")
     return owners, results[0]
@@ -481,8 +487,12 @@ def load_state_dict(
     """
 
     from_rank0 = broadcast_from_rank0 or comes_from_rank0(form)
-    owners, entries = on_all_ranks(model, lambda: entries_of(model), from_rank0=from_rank0)
-    state, versions = owners.shared((state_dict, getattr(state_dict, "_metadata", None)))
+
+    def read() -> tuple[dict[str, Entry], Any]:  # mappings of other classes read files, or cannot be sent
+        return entries_of(model), dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+
+    owners, (entries, state) = on_all_ranks(model, read, from_rank0=from_rank0)
+    state, versions = owners.shared((state, getattr(state_dict, "_metadata", None)))
     form = Full() if owners.from_rank0 else form
     given = {plain_name(str(name)): value for name, value in state.items()} if isinstance(state, Mapping) else {}
 
