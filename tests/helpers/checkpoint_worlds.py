@@ -87,13 +87,10 @@ def hybrid() -> Everything:
     return _sharded(Everything(), mesh=named_mesh(replicate=2, shard=2))
 
 
-def tensor_parallel(dp: int, tp: int) -> Callable[[], Everything]:
-    def build() -> Everything:
-        mesh, model = named_mesh(dp=dp, tp=tp), Everything()
-        parallelize_pairs(model, mesh["tp"])
-        return _sharded(model, mesh=mesh["dp"])
-
-    return build
+def tensor_parallel() -> Everything:
+    mesh, model = named_mesh(dp=2, tp=2), Everything()
+    parallelize_pairs(model, mesh["tp"])
+    return _sharded(model, mesh=mesh["dp"])
 
 
 def _sharded(model: Everything, **options: Any) -> Everything:
@@ -109,8 +106,7 @@ WORLDS: dict[str, tuple[int, Callable[[], Everything]]] = {
     "3": (3, flat(3)),
     "4, in host memory": (4, flat(4, offload_policy=CPUOffloadPolicy())),
     "2x2 hybrid": (4, hybrid),
-    "2x2 tensor-parallel": (4, tensor_parallel(2, 2)),
-    "3x2 tensor-parallel": (6, tensor_parallel(3, 2)),
+    "2x2 tensor-parallel": (4, tensor_parallel),
 }
 """The number of ranks of each world, and the function that builds the model on them."""
 
