@@ -27,6 +27,9 @@ from composable_fsdp.policies import checks_keywords
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
+_REST = torch.device("cpu")
+"""The device on which state rests."""
+
 
 @checks_keywords
 def offload_optimizer(optimizer: OptimizerT, *, bucket_bytes: int = 64 << 20, pin_memory: bool = True) -> OptimizerT:
@@ -192,7 +195,7 @@ class _Offload:
         There are two slots on the device. A bucket takes that of the last but one, once that one has gone back.
         """
         # State that others have put on the device stays there for this step, and rests after it.
-        resting = [[leaf for leaf in bucket.leaves(optimizer) if leaf.local.device.type == "cpu"] for bucket in buckets]
+        resting = [[leaf for leaf in bucket.leaves(optimizer) if leaf.local.device == _REST] for bucket in buckets]
         nbytes = max(sum(aligned_bytes(leaf.local.nbytes) for leaf in leaves) for leaves in resting)
         slots = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         staged = [_in_flat(slots[number % 2], leaves) for number, leaves in enumerate(resting)]

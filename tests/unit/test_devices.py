@@ -97,7 +97,6 @@ ELSEWHERE = {
     "_consistency/shutdown.py": "lets threads of gloo end, after the last step",
     "plan/simulated_job.py": "leaves out tensors on the meta device, in a plan without a device",
     "diagnostics/meters.py": "reads the statistics of an allocator, or of the process",
-    "optim/offload_optimizer.py": "leaves state alone that others have put on the device",
     "_api/group_setters.py": "runs a hook of the user on a stream of the user",
     "checkpoint/_dcp/save.py": "the random state of an accelerator, by its name in the checkpoint",
 }
