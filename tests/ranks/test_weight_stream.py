@@ -25,13 +25,15 @@ from composable_fsdp import (
     PeerError,
     copy_params,
     fully_shard,
+    stream_changed_params,
     stream_full_params,
 )
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
-from composable_fsdp.plugins.weight_stream import JoinPart
+from composable_fsdp.plugins.weight_stream import JoinPart, SentParams
 from tests._internals import BucketGather
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.experts import MIXTURE, sharded_mixture
+from tests.helpers.extension_tensors import Pair
 from tests.helpers.model_parallel import named_mesh
 from tests.helpers.models import TASKS, Chain, UnevenMLP, seeded, shard_layers
 from tests.helpers.peak_memory import peak_of
@@ -50,7 +52,8 @@ def streamed(model: nn.Module, *args: Any, **options: Any) -> dict[str, torch.Te
         assert bucket.packed is not None
         assert [name for name, _ in bucket.items()] == list(own), "a bucket may be read twice"
         for name, tensor in bucket.layout.unpack(bucket.packed).items():
-            assert_exact(own[name], tensor, name)
+            attribute = name.removeprefix("pair.weight.")  # an inner tensor
+            assert_exact(getattr(own["pair.weight"], attribute) if attribute != name else own[name], tensor, name)
         assert not own.keys() & found.keys()
         found |= {name: tensor.clone() for name, tensor in own.items()}
     return found
@@ -307,12 +310,41 @@ def test_errors_are_the_same_on_all_ranks_and_nothing_is_sent() -> None:
         copy_params(two, tied)
     closed = nn.Module()
     closed.weight = nn.Parameter(Closed(torch.ones(2)), requires_grad=False)
-    for wraps, class_name in (closed, "Closed"), (model_of(["pair"], 0), "Pair"):
-        with pytest.raises(
-            ParameterError, match=rf"weight' is a {class_name}, a class with __torch_dispatch__, and streams"
-        ):
-            stream_full_params(wraps)
+    with pytest.raises(ParameterError, match=r"^parameter 'weight' is a Closed, a class .* needs __tensor_flatten__, "):
+        stream_full_params(closed)
+    pair = model_of(["pair"], 0)
+    with pytest.raises(
+        ParameterError, match=r"^parameter 'pair.weight' is a Pair, .*: it can be neither joined nor spl"
+    ):
+        stream_full_params(pair, key_map=lambda name: {"a": 2, "b": 4} if "weight" in name else None)
+    with pytest.raises(
+        ParameterError, match=r"^parameter 'pair.weight' is of a class that wraps other tensors, of whi"
+    ):
+        stream_changed_params(pair, SentParams())
     assert len(streamed(model)) == 7
+
+
+@pytest.mark.behaviour("C-14")
+@on_ranks(2)
+def test_tensor_subclasses_are_gathered_by_their_class_and_packed_as_inner_tensors() -> None:
+    kinds = ["pair", "tagged"]
+    model, reference = model_of(kinds, 0), model_of(kinds, 0)
+    for module in model.children():
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    names, found, kept = [], {}, list[torch.Tensor]()
+    for bucket in stream_full_params(model, 1, dtype=torch.bfloat16):
+        names += [tensor.name for tensor in bucket.layout.tensors]
+        for name, tensor in bucket.items():
+            found[name] = {inner: value.clone() for inner, value in inner_of(tensor).items()}
+            assert type(tensor) is (Pair if name == "pair.weight" else torch.Tensor)
+            kept += [tensor.left, tensor.right] if isinstance(tensor, Pair) else [tensor]
+    assert names == ["pair.bias", "tagged.weight", "tagged.bias", "pair.weight.left", "pair.weight.right"]
+    assert {tensor.shape for tensor in kept} == {(0,)}
+    for inner, value in inner_of(reference.get_parameter("pair.weight")).items():
+        assert_exact(found["pair.weight"][inner], value, inner)
+    tagged = inner_of(reference.get_parameter("tagged.weight"))["values"]
+    assert_exact(found["tagged.weight"]["values"], tagged.bfloat16(), "tagged")
+    leave_on_one_rank(model, 1)
 
 
 @pytest.mark.behaviour("C-14")
@@ -357,7 +389,8 @@ def leave_on_one_rank(model: nn.Module, bucket_bytes: int, replica: int = 4) -> 
         else:
             assert consume(model, bucket_bytes, 0) == total, "it left too late to be noticed"
         for name, value in streamed(model).items():
-            assert_exact(value, expected[name], name)
+            for inner, each in inner_of(value).items():
+                assert_exact(each, inner_of(expected[name])[inner], name)
     with pytest.raises((Stop, PeerError)):
         consume(model, bucket_bytes, 1 + rank)
     buckets = []

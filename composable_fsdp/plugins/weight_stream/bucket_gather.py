@@ -19,25 +19,28 @@ __all__ = ["BucketGather", "BucketPlan", "plan_buckets"]
 
 
 class BucketPlan(NamedTuple):
-    """The messages of a bucket and what is made of them.
+    """The messages of a bucket and what is made of them, or a parameter that its class gathers.
 
     Args:
         layout: the tensors of the bucket.
         messages: one for each route.
         direct: large tensors that one axis shards evenly, which are gathered into the bucket without a message.
         pack: writes what this rank sends in a message to its row.
+        wrapped: the parameter that its class gathers.
     """
 
     layout: PackedLayout = PackedLayout((), 0)
     messages: Sequence[MessageLayout] = ()
     direct: Sequence[Slot] = ()
     pack: Callable[[MessageLayout, torch.Tensor], None] = pack
+    wrapped: Unit | None = None
 
     def sizes(self) -> object:
         """Return the sizes of all transfers, which must be the same on all ranks."""
         slots = [*self.direct, *(slot for message in self.messages for slot in message.slots)]
         widths = [(message.route, message.width) for message in self.messages]
-        return widths, len(self.direct), [(slot.source.names[0], str(slot.tensor.dtype)) for slot in slots]
+        whole = self.wrapped and self.wrapped.members
+        return widths, whole, len(self.direct), [(slot.source.names[0], str(slot.tensor.dtype)) for slot in slots]
 
 
 def plan_buckets(sources: ModelSources, units: Sequence[Unit], bucket_bytes: int) -> list[BucketPlan]:

@@ -146,8 +146,10 @@ def _plan(sources: ModelSources, units: list[Unit], bucket_bytes: int) -> list[_
     alike: dict[tuple[torch.dtype, tuple[int, ...]], list[Unit]] = {}
     for unit in units:
         routes, dtype = {sources.sources[i].route for i in unit.members}, unit.tensors[0].dtype
-        if len(routes) > 1 or dtype not in DTYPES.values():
-            what = f"of {dtype}" if len(routes) == 1 else "joined of parameters that are sharded over different axes"
+        is_wrapped = any(sources.sources[i].is_wrapped for i in unit.members)
+        if is_wrapped or len(routes) > 1 or dtype not in DTYPES.values():
+            what = "of a class that wraps other tensors" if is_wrapped else f"of {dtype}"
+            what = what if len(routes) == 1 else "joined of parameters that are sharded over different axes"
             raise ParameterError(
                 f"parameter {unit.tensors[0].name!r} is {what}, of which {CALLER} cannot send changes. Leave it out by "
                 "key_map, and send it with stream_full_params."

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp._core.comm import Communicator
 from composable_fsdp._core.mesh import ParameterSharding, axis_communicator
-from composable_fsdp._core.params import ShardedParameter, local_part, parameter_class
+from composable_fsdp._core.params import ShardedParameter, is_wrapper, local_part, parameter_class
 from composable_fsdp._core.state import state_of_parameter, states_below
 from composable_fsdp._extents import has_own_memory, plain_name
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.plugins.full_params import prepare_to_lend
 from composable_fsdp.plugins.weight_stream.packed_layout import Distribution, MessageLayout
-from composable_fsdp.plugins.weight_stream.weight_names import Named
+from composable_fsdp.plugins.weight_stream.weight_names import Named, Unit
 
 __all__ = ["ModelSources", "Source", "prepare"]
 
@@ -52,6 +52,11 @@ class Source(NamedTuple):
     sharding: ParameterSharding | None
     route: tuple[int, ...]
     distribution: Distribution
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Its class wraps other tensors, and gathers it."""
+        return not has_own_memory(local_part(self.tensor))
 
     @property
     def plain(self) -> torch.Tensor:
@@ -121,25 +126,28 @@ class ModelSources:
         """Return names, shapes and dtypes of all parameters."""
         return [Named(each.names, each.distribution.shape, each.distribution.dtype) for each in self.sources]
 
-    def check(self, members: Sequence[int]) -> None:
-        """Check that the parameters of these numbers can be streamed.
+    def check(self, units: Sequence[Unit]) -> None:
+        """Check that the parameters of ``units`` can be streamed.
 
         Raises:
-            ParameterError: some are on the meta device, a pending sum, or of a class that wraps other tensors.
+            ParameterError: some are on the meta device, a pending sum, or of a class that cannot be taken apart.
         """
-        chosen = [self.sources[i] for i in members]
-        on_meta = [source.names[0] for source in chosen if source.tensor.is_meta]
+        chosen = [
+            (self.sources[i], len(unit.members) == len(unit.tensors) == 1) for unit in units for i in unit.members
+        ]
+        on_meta = [source.names[0] for source, _ in chosen if source.tensor.is_meta]
         if on_meta:
             raise ParameterError(
                 f"these parameters are on the meta device and have no values to stream: {on_meta}. First call "
                 "composable_fsdp.initialize(model, seed=...), or to_empty(model, device=...) and load a state dict."
             )
-        for source in chosen:
+        for source, is_renamed in chosen:
             local = local_part(source.tensor)
-            if not has_own_memory(local):
+            if source.is_wrapped and not (is_renamed and is_wrapper(local)):
                 raise ParameterError(
-                    f"parameter {source.names[0]!r} is a {type(local).__name__}, a class with __torch_dispatch__, and "
-                    "streams have plain tensors. Leave it out by key_map, and gather it by full_tensor()."
+                    f"parameter {source.names[0]!r} is a {type(local).__name__}, a class with __torch_dispatch__: it "
+                    "can be neither joined nor split, and needs __tensor_flatten__, which says what to stream. Leave "
+                    "it out by key_map."
                 )
             if isinstance(source.tensor, DTensor) and any(each.is_partial() for each in source.tensor.placements):
                 raise ParameterError(

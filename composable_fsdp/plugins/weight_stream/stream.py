@@ -16,20 +16,24 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from composable_fsdp._core.memory import CommStream, InFlight, device_capabilities
+from composable_fsdp._core.params import is_wrapper
+from composable_fsdp._extents import assemble_full
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather, BucketPlan, plan_buckets
 from composable_fsdp.plugins.weight_stream.model_sources import ModelSources, prepare
-from composable_fsdp.plugins.weight_stream.packed_layout import PackedLayout
-from composable_fsdp.plugins.weight_stream.weight_names import KeyMap, Unit, units_of
+from composable_fsdp.plugins.weight_stream.packed_layout import PackedLayout, placed
+from composable_fsdp.plugins.weight_stream.weight_names import KeyMap, PackedTensor, Unit, units_of
 
 __all__ = ["WeightBucket", "WeightStream", "stream_full_params"]
 
@@ -46,10 +50,14 @@ class WeightBucket:
         packed: the tensors, 1-d, uint8; ``None`` on a rank that gets no values.
     """
 
-    def __init__(self, layout: PackedLayout, packed: torch.Tensor | None) -> None:
+    def __init__(
+        self, layout: PackedLayout, packed: torch.Tensor | None, wrapped: tuple[str, torch.Tensor] | None = None
+    ) -> None:
         self.layout = layout
         self.packed = packed
-        self._tensors = {} if packed is None else layout.unpack(packed)
+        self._tensors = self._items = {} if packed is None else layout.unpack(packed)
+        if wrapped is not None and packed is not None:
+            self._items = {wrapped[0]: _rebuilt(*wrapped, self._tensors)}
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -57,14 +65,17 @@ class WeightBucket:
         return self.layout.aliases
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the names and full tensors. They share the memory of ``packed``."""
-        return iter(list(self._tensors.items()))
+        """Return the names and full tensors. They share the memory of ``packed``.
+
+        A parameter of a class that wraps other tensors is one of that class, made of the tensors that ``layout`` has.
+        """
+        return iter(list(self._items.items()))
 
     def _release(self) -> None:
         """Free the memory. Tensors that somebody still refers to are empty afterwards."""
         for tensor in (*self._tensors.values(), *(() if self.packed is None else (self.packed,))):
             tensor.set_()
-        self.packed, self._tensors = None, {}
+        self.packed, self._tensors, self._items = None, {}, {}
 
 
 def stream_full_params(
@@ -75,6 +86,9 @@ def stream_full_params(
     rank0_only: bool = False,
 ) -> WeightStream[WeightBucket]:
     """Return an iterator of buckets with all parameters of ``model`` in full: of its first parameters first.
+
+    A parameter of a class that wraps other tensors, such as a quantized one, is gathered by its class and alone in a
+    bucket, after all others. Its layout has the inner tensors, called ``name.attribute``; it is not cast.
 
     Each bucket is one all-gather (two with tensor parallelism), however many parameters it has. The next one is in
     flight while the body of the loop works. All ranks must call this together and iterate equally far::
@@ -115,7 +129,7 @@ def stream_full_params(
 
     Raises:
         ConfigurationError: an argument makes no sense.
-        ParameterError: parameters are on the meta device, pending sums, or of a class that wraps other tensors.
+        ParameterError: parameters are on the meta device, pending sums, or of a class that cannot be taken apart.
         LifecycleError: during a forward or backward.
         DivergenceError: ranks call it for different models, or with different arguments.
         PeerError: another rank has raised one of these; in the loop, another rank has left it.
@@ -123,7 +137,12 @@ def stream_full_params(
     sources = ModelSources.of(model, dtype, prepare(model, "stream_full_params"))
 
     def contents() -> _FullParams:
-        return _FullParams(plan_buckets(sources, checked_units(sources, bucket_bytes, dtype, key_map), bucket_bytes))
+        units = checked_units(sources, bucket_bytes, dtype, key_map)
+        plain, wrapped = list[Unit](), list[Unit]()
+        for unit in units:
+            (wrapped if sources.sources[unit.members[0]].is_wrapped else plain).append(unit)
+        plans = plan_buckets(sources, plain, bucket_bytes)
+        return _FullParams(sources, [*plans, *(BucketPlan(wrapped=unit) for unit in wrapped)])
 
     return WeightStream("stream_full_params", sources, contents, rank0_only)
 
@@ -137,7 +156,7 @@ def checked_units(
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"dtype is a dtype of floating point or None, not {dtype!r}.")
     units = units_of(sources.named(), key_map)
-    sources.check([i for unit in units for i in unit.members])
+    sources.check(units)
     return units
 
 
@@ -356,8 +375,8 @@ class WeightStream(Generic[T]):
 class _FullParams:
     """Contents of a stream: all values."""
 
-    def __init__(self, plans: Sequence[BucketPlan]) -> None:
-        self._plans = plans
+    def __init__(self, sources: ModelSources, plans: Sequence[BucketPlan]) -> None:
+        self._sources, self._plans = sources, plans
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -375,7 +394,47 @@ class _FullParams:
         return self._plans[number], 0
 
     def received(self, number: int, gather: BucketGather, *, takes: bool) -> WeightBucket:
-        return WeightBucket(self._plans[number].layout, gather.unpack() if takes else None)
+        plan = self._plans[number]
+        if plan.wrapped is None:
+            return WeightBucket(plan.layout, gather.unpack() if takes else None)
+        source, name = self._sources.sources[plan.wrapped.members[0]], plan.wrapped.tensors[0].name
+        full = _arrived(assemble_full(source.tensor, source.sharding, False))  # all ranks take part
+        inner = dict(_inner_tensors(name, full))
+        units = [Unit((), (PackedTensor(each, tuple(value.shape), value.dtype),)) for each, value in inner.items()]
+        layout = replace(placed(units)[0], aliases=plan.wrapped.aliases)
+        if not takes:
+            return WeightBucket(layout, None)
+        packed = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._sources.device)
+        for each, place in layout.unpack(packed).items():
+            place.copy_(inner[each])
+        return WeightBucket(layout, packed, (name, full))
 
     def finish(self) -> None:
         pass
+
+
+# -- tensors of classes that wrap others
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or what it is once the collective is done that makes it."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def _inner_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the plain inner tensors of ``tensor``, called ``name``."""
+    if not is_wrapper(tensor):
+        yield name, tensor.detach()
+        return
+    for attribute in cast(Any, tensor).__tensor_flatten__()[0]:
+        yield from _inner_tensors(f"{name}.{attribute}", _arrived(getattr(tensor, attribute)))
+
+
+def _rebuilt(name: str, tensor: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor as ``tensor``, called ``name``, with the ``inner`` tensors."""
+    if not is_wrapper(tensor):
+        return inner[name]
+    attributes, context = cast(Any, tensor).__tensor_flatten__()
+    made = {each: _rebuilt(f"{name}.{each}", _arrived(getattr(tensor, each)), inner) for each in attributes}
+    whole: torch.Tensor = cast(Any, type(tensor)).__tensor_unflatten__(made, context, tensor.shape, tensor.stride())
+    return whole
