@@ -13,6 +13,7 @@ from torch import nn
 
 from composable_fsdp.checkpoint import load, load_optimizer_state_dict, optimizer_state_dict, save
 from composable_fsdp.errors import CheckpointError
+from tests.helpers.extension_tensors import Pair
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -217,3 +218,12 @@ def test_what_a_load_of_the_optimizer_makes_stays(tmp_path: Path, way: str) -> N
     assert (loaded.dtype, loaded) == (torch.float32, product)
     assert fresh.state[model.bias]["added"] == 7
     assert isinstance(fresh.state[model.bias]["step"], torch.Tensor)
+
+
+def test_new_state_of_the_class_of_its_parameter_has_the_saved_dtype(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(Pair(*torch.ones(2, 3, 2).bfloat16()))
+    optimizer, fresh = (Keeping(model.parameters(), None) for _ in range(2))
+    optimizer.state[model.weight]["average"] = average = Pair(*torch.full((2, 3, 2), 1.001))
+    load(save(tmp_path, model, optimizer).path, model, fresh)
+    assert torch.equal(fresh.state[model.weight]["average"].left, average.left)

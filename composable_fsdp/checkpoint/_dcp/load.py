@@ -376,7 +376,12 @@ class _Restore:
             existing = params.existing(member, path)
             if existing is None or existing.shape != saved.size:
                 is_class_of_parameter = self._classes.get(key) == pickled_shards.class_name(local)
-                made = local.detach().clone() if is_class_of_parameter else params.made(member, path, local.shape)
+                if not is_class_of_parameter:
+                    made = params.made(member, path, local.shape)
+                elif local.dtype == saved.properties.dtype:
+                    made = local.detach().clone()
+                else:
+                    made = torch.empty_like(local, dtype=saved.properties.dtype, requires_grad=False)
                 existing = like(parameter, made)
             part = LocalShard(existing, member.sharding)
             classes = pickled_shards.classes_of(part.local)
