@@ -134,7 +134,7 @@ class Progress:
     def leave(self, call: ForwardCall) -> None:
         """Note that the gradients of ``call``'s inputs are complete."""
         # If a call's output is its input, the output's hook follows at once.
-        # has_entered asks for ``reached`` too: the first question saves a call.
+        # The first question saves a call of has_entered, which asks it too.
         if call.state not in self.reached and not self.has_entered(call.state):
             self._exits_before_entry.append(call)
         if call.run.record not in self._reached_forwards:

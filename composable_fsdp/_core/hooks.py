@@ -282,7 +282,7 @@ def begin_call(state: FSDPState, caller: FrameType) -> ForwardCall:
     root: Root = state._root() or assemble(state)
     root.check_thread(state)
     for owner in state.owner_states:
-        other: Root = root_of(owner)  # reduces the gradients of its parameters
+        other: Root = root_of(owner)  # made here if there is none: it reduces their gradients
         if other is not root and not owner.is_in_use:  # those of this root are asked when its forward begins
             other.free_if_stale(owner)
     calls = state.calls_under_way

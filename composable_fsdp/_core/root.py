@@ -449,7 +449,7 @@ class Root:
         """Make the parameters of ``state`` and of its owners ready, and gather what is ``planned`` ahead."""
         planner, launcher = self.planner, self.launcher
         needed = (state, *state.owner_states) if state.owner_states else (state,)
-        # What is needed now.
+        # What is needed now. Late: the gathers ahead are launched before the wait.
         is_late = planned.before_wait
         for member in needed:
             if member.group.parameter_state not in UNSHARD_STARTED:

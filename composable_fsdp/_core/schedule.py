@@ -239,8 +239,8 @@ class Planner:
         steps: the step counter of the optimizers of the root's parameters.
         steps_at_forward: their number at the last forward. Parameters kept unsharded since before a step are stale.
         record: the record of the current or last forward.
-        known: by outermost module, the record of its last forward that all ranks ran, the last of all at the end. Such
-            a forward leads to a backward, or has gathered something.
+        known: by outermost module, the record of its last forward that all ranks ran: one that leads to a backward, or
+            has gathered something. The newest record comes last.
         runs_on_all_ranks: True if all ranks run the current forward. Any other may run on some ranks only, so it must
             not influence later launches.
         fused: the fusions of the current or last forward that all ranks ran.

@@ -100,7 +100,7 @@ class BackwardWrappers(NamedTuple):
 
 
 class ForwardRecord:
-    """The events of one forward. The autograd graph of that forward keeps it alive.
+    """The events of one forward. Its autograd graph refers to it; the planner and the progress keep some records.
 
     Attributes:
         events: the pre-forward events, which the planner appends, and the post-forward events, in order.
