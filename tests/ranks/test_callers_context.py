@@ -289,8 +289,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-@in_worlds
-@on_ranks("ranks", environment="environment")
+@on_ranks(2, environment=SOCKETS)
 def test_regions_of_sharded_modules_are_checkpointed_selectively() -> None:
     for name, way in WAYS.items():
         for shards_layers in (True, False):

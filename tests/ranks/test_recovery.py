@@ -549,7 +549,7 @@ def gradients_of(model: Any, number: int) -> None:
 
 @pytest.mark.behaviour("H-01", "C-07")
 @pytest.mark.parametrize("held", ["", "full", "shards", "in flight"], ids=lambda held: f"held {held}")
-@pytest.mark.parametrize(("point", "transport"), [("before", IN_COMMON), ("backward", SOCKETS), ("backward", COPIES)])
+@pytest.mark.parametrize(("point", "transport"), [("before", IN_COMMON), ("backward", SOCKETS)])
 def test_recovery_gives_the_same_values_in_each_order(point: str, held: str, transport: Environment) -> None:
     run_ranks(recover_in_all_orders, 2, held, point, environment=transport)
 
