@@ -291,6 +291,23 @@ def test_freezing_parameters_resets_residuals() -> None:
     assert torch.equal(model[0].bias.grad.full_tensor(), fresh[0].bias.grad.full_tensor())
 
 
+@pytest.mark.behaviour("J-03")
+@on_ranks(2)
+def test_a_step_by_hand_that_keeps_gradients_is_not_undone() -> None:
+    model = sharded(build(), CommunicationPolicy(reduce_scatter=ErrorFeedback(Int4()), min_numel=1))
+    for step in range(3):
+        loss_of(model, dist.get_rank(), step).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad, alpha=-0.1)
+                p.grad.zero_()
+    bucket: Any = state_of(model[0]).group.buckets[0]
+    before = bucket.reducer.own.encoder._residual.clone()
+    loss_of(model, dist.get_rank(), 3).backward()
+    model.reset_iter_state()
+    assert torch.equal(bucket.reducer.own.encoder._residual, before)
+
+
 @pytest.mark.behaviour("E-09", "A-07")
 @on_ranks(4)
 def test_replicated_parameters_on_tensor_parallel_ranks_get_equal_gradients() -> None:

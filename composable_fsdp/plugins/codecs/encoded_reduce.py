@@ -114,8 +114,8 @@ class Residuals(Observer):
     """Commits the residuals of one root at its first forward after a step, and rolls them back in a reset."""
 
     def __init__(self) -> None:
-        self._steps = 0
-        """The number of optimizer steps when the last forward began."""
+        self._last: tuple[int, int] | None = None
+        """The progress when the last forward began; ``None`` before the first, and if none of its gradients is left."""
 
     def for_root(self, root: ObservedRoot) -> Observer | None:
         parameters = (p for state in root.states.values() for p in state.group.parameters)
@@ -124,9 +124,9 @@ class Residuals(Observer):
     def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
         changed = _changed(root)
         if not root.queue.are_in_flight and not any(_waits(group) for group, _ in changed):
-            self._steps = -1  # no gradient of the step is left: they were used or dropped
+            self._last = None  # they were used or dropped
         self._commit(root)
-        self._steps = root.planner.steps.number
+        self._last = _progress(root)
 
     def after_reset(self, root: ObservedRoot) -> None:
         self._commit(root)  # those of the step before, if this rank failed in between
@@ -134,9 +134,15 @@ class Residuals(Observer):
             encoder.roll_back()
 
     def _commit(self, root: ObservedRoot) -> None:
-        """Commit the residuals if an optimizer has stepped since the last forward began."""
-        for _, encoder in _changed(root) if root.planner.steps.number != self._steps else ():
+        """Commit the residuals if a step was made since the last forward began."""
+        changed = _changed(root)
+        for _, encoder in changed if changed and _progress(root) != self._last else ():
             encoder.commit()
+
+
+def _progress(root: ObservedRoot) -> tuple[int, int]:
+    """Return the number of optimizer steps, and one that changes with the shards, as in a step by hand."""
+    return root.planner.steps.number, sum(state.group.version for state in root.states.values())
 
 
 def _changed(root: ObservedRoot) -> list[tuple[ParamGroup, Encoder]]:
