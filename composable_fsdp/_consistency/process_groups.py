@@ -76,7 +76,8 @@ def broadcast_(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
         return
     for bucket in _buckets(tensors):
         # As bytes, since not every backend supports every dtype. Each iteration makes one more axis agree.
-        sent = [t.detach().to(mesh.device_type).reshape(-1).resolve_conj().resolve_neg() for t in bucket]
+        sent = [t.detach().to(mesh.device_type).resolve_conj().resolve_neg().contiguous() for t in bucket]
+        sent = [t.as_strided((t.numel(),), (1,)) for t in sent]  # views keep other strides of single elements
         zero_copy = len(bucket) == 1 and sent[0].data_ptr() == bucket[0].data_ptr()
         flat = sent[0].view(torch.uint8) if zero_copy else torch.cat([each.view(torch.uint8) for each in sent])
         for group in groups:

@@ -46,6 +46,9 @@ class Buffered(nn.Module):
         self.register_buffer("mean", random(3))
         self.register_buffer("count", torch.tensor(seed))
         self.register_buffer("table", random(7), persistent=False)
+        self.register_buffer("column", random(5, 2)[:, 1])
+        self.register_buffer("repeated", random(1).expand(4))
+        self.register_buffer("one", random(4)[::2][:1])
         self.register_buffer("nothing", None)
         self.left = nn.Linear(3, 3)
         with torch.no_grad():
@@ -71,7 +74,7 @@ def test_all_ranks_start_from_the_values_of_rank_0(shape: tuple[int, ...], messa
     for name, value in parameters.items():
         assert_exact(full_value(module.get_parameter(name)), value, name)
     assert module.tied is module.weight
-    for name in ("mean", "count", "table"):
+    for name in ("mean", "count", "table", "column", "repeated", "one"):
         assert_exact(module.get_buffer(name), first.get_buffer(name), name)
     for name, value in ignored.items():
         assert_exact(module.left.get_parameter(name), value, name)
