@@ -44,7 +44,7 @@ def test_ranks_that_began_with_other_values_are_named_by_parameter() -> None:
         for rank, start in enumerate((1, 2, 1, 2))
     ]
     of_ranks[0][0] = values("a", 7, CONSTANT)
-    found = differing_starts({rank: [each.start for each in own] for rank, own in enumerate(of_ranks)}, "abc")
+    found = differing_starts({rank: [each.shown_start for each in own] for rank, own in enumerate(of_ranks)}, "abc")
     assert found == {"b": [[0, 2], [1, 3]]}
 
 
@@ -52,7 +52,8 @@ def test_ranks_that_began_with_other_values_are_named_by_parameter() -> None:
 def test_ranks_with_an_empty_shard_have_no_start() -> None:
     """They cannot know that a load changed the values on other ranks."""
     filled, empty = values("a", 1, LOADED, CUT), values("a", 2, b"")
-    assert differing_starts({0: [filled.start], 1: [empty.start]}, "a") == {}
+    assert differing_starts({0: [filled.shown_start], 1: [empty.shown_start]}, "a") == {}
+    assert values("a", 1).start == values("a", 1, b"").start  # or summaries differed, and all ranks gathered all starts
 
 
 @pytest.mark.behaviour("J-01")

@@ -45,25 +45,27 @@ class Values(NamedTuple):
 
     Args:
         start: the digest of a sample of the full parameter when it was sharded, ``_CHANGED`` or ``_ANY``.
+        varies: whether elements of the shard differ. Equal ones, or none, do not depend on the starting values.
         shard: the digest of a sample of the shard if a random number generator may have made it, else 0.
     """
 
     start: str
+    varies: bool
     shard: int
+
+    @property
+    def shown_start(self) -> str:
+        return self.start if self.varies else _ANY
 
     @staticmethod
     def of(name: str, local: torch.Tensor, shard: bytes, whole: bytes | None = None, then: bytes = b"") -> Values:
-        """Return the values of a parameter from samples of its shard ``local``, and of the parameter and shard then.
-
-        A shard of equal elements, or of none, does not depend on the starting values.
-        """
+        """Return the values of a parameter from samples of its shard ``local``, and of the parameter and shard then."""
         elements = [shard[i : i + local.itemsize] for i in range(0, len(shard), local.itemsize)]
         distinct = len(set(elements))
         is_random = local.is_floating_point() and distinct >= max(_MIN_DISTINCT, len(elements) // 2)
         number = _digest(f"{name} {tuple(local.shape)}".encode(), shard) if is_random else 0
-        if whole is None or distinct < 2:
-            return Values(_ANY, number)
-        return Values(f"{_digest(whole):x}" if shard == then else _CHANGED, number)
+        start = _ANY if whole is None else f"{_digest(whole):x}" if shard == then else _CHANGED
+        return Values(start, distinct > 1, number)
 
 
 def _digest(*parts: bytes) -> int:
@@ -203,7 +205,7 @@ def _check_axes(
     lines, subject = _model_lines(root, states, axes), f"the model under {root.class_name}"
     summaries = verify_same(lines, communicators, axes.device, subject, own_summary)
     if len({start for start, *_ in summaries.values()}) > 1:
-        unlike = differing_starts(gather_by_rank([each.start for each in values], communicators), names)
+        unlike = differing_starts(gather_by_rank([each.shown_start for each in values], communicators), names)
         if unlike:
             name, found = next(iter(unlike.items()))
             unlike_ranks = " and on ".join(format_ranks(each) for each in found)
