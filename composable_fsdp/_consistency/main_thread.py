@@ -37,14 +37,13 @@ def main_thread_line() -> str:
     gc.disable()
     try:
         top = sys._current_frames().get(threading.main_thread().ident or 0)
-        for frame, line in islice(walk_stack(top), _MOST_FRAMES) if top is not None else ():
-            path = frame.f_code.co_filename
-            if not path.startswith(_LIBRARIES):
-                return f"{path}:{line} in {frame.f_code.co_name}: {linecache.getline(path, line or 0).strip()}"
-        return ""
+        frames = islice(walk_stack(top), _MOST_FRAMES) if top is not None else ()
+        lines = [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
     finally:
         if collects:
             gc.enable()
+    path, line, name = next((each for each in lines if not each[0].startswith(_LIBRARIES)), ("", 0, ""))
+    return f"{path}:{line} in {name}: {linecache.getline(path, line).strip()}" if path else ""  # may read the file
 
 
 def has_ended(frame: FrameType) -> bool:
