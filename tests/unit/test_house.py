@@ -22,7 +22,7 @@ from tests.helpers.house import (
 HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
-    ".": 632,
+    ".": 633,
     "_api": 966,
     "_consistency": 850,
     "_core": 5182,
@@ -34,12 +34,12 @@ MOST_CODE = {
     "interop": 54,
     "optim": 1084,
     "plan": 672,
-    "plugins": 4810,
+    "plugins": 4813,
     "wrap": 174,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 18491
+MOST_CODE_OF_ALL = 18495
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""

@@ -40,7 +40,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("_attached",),
     (PACKAGE,),
-    ("interop", "plan"),
+    ("interop", "plan", "testing"),
     ("cli",),
     ("__main__",),
 )

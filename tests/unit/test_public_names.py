@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,11 @@ def test_names_of_other_libraries_and_former_ones_say_what_to_import(name: str, 
         exec(f"from {module} import {imported}")
 
 
+def test_modules_of_earlier_versions_say_what_to_do_instead() -> None:
+    with pytest.raises(ImportError, match=r"^testing is gone: start ranks with torchrun"):
+        import_module("composable_fsdp.testing")
+
+
 @pytest.mark.parametrize(
     ("function", "name", "text"),
     [
@@ -121,7 +127,7 @@ def test_submodules_are_attributes_and_are_listed() -> None:
     done = run_program(program)
     assert not done.returncode, done.stderr
     listed = set(dir(composable_fsdp))
-    assert listed == {*composable_fsdp.__all__, *submodules(), "__version__"}
+    assert listed == {*composable_fsdp.__all__, *submodules(), "__version__"} - {"testing"}
 
 
 def submodules() -> set[str]:
