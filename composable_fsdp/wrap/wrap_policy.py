@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -34,6 +35,16 @@ def as_policy(policy: object) -> Policy:
     if isinstance(policy, (set, frozenset, list, tuple)):
         return by_class(*policy)
     if callable(policy):
+        try:
+            inspect.signature(policy).bind(None, "")
+        except ValueError:  # some builtins have none
+            pass
+        except TypeError as error:
+            raise ConfigurationError(
+                f"policy= is called with a module and its name, which {policy!r} does not take: {error}. Call a "
+                "function that makes a policy, such as transformer_blocks(); in place of one of FSDP1 that counts "
+                "parameters pass wrap.by_size(min_parameters)."
+            ) from error
         return Policy(partial(_by_predicate, policy))
     raise ConfigurationError(
         "policy must be module classes, a function of a module and its name, or one of composable_fsdp.wrap such as "
@@ -49,8 +60,10 @@ def by_class(*classes: type[nn.Module], **overrides: object) -> Policy:
         overrides: keywords of ``fully_shard`` for these groups.
 
     Raises:
-        ConfigurationError: the model has no such module; raised by ``fully_shard``.
+        ConfigurationError: an argument is no class; or, from ``fully_shard``, the model has no such module.
     """
+    if others := [each for each in classes if not isinstance(each, type)]:
+        raise ConfigurationError(f"a policy of classes takes classes of modules, not {others}.")
     return Policy(partial(_by_class, classes, overrides))
 
 

@@ -219,7 +219,9 @@ def among(*chosen: str) -> Any:
             r"does not take size_based_auto_wrap_policy of FSDP1\. Pass module classes",
         ),
         (partial(lambda_auto_wrap_policy, lambda_fn=bool), r"does not take lambda_auto_wrap_policy of FSDP1"),
-        (by_class, r"the policy returned Policy\(.*for 'embedding' \(Embedding\); it must return a bool, or"),
+        (transformer_blocks, r"transformer_blocks at .* does not take: .*Call a function that makes a policy, such as"),
+        (lambda module, recurse, nonwrapped_numel: True, r"missing.*'nonwrapped_numel'\. .* pass wrap\.by_size\(min_"),
+        ({"Block"}, r"a policy of classes takes classes of modules, not \['Block'\]\."),
         ({nn.Conv2d}, "no module of this Decoder that can be a group is a Conv2d. Those that can are of Block, Dec"),
         (lambda m, n: None, r"the policy returned None for 'embedding' \(Embedding\); it must return a bool, or"),
         (
