@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -47,7 +48,7 @@ def offload_optimizer(optimizer: OptimizerT, *, bucket_bytes: int = 64 << 20, pi
     Args:
         optimizer: an optimizer whose update of a parameter depends on that parameter, its gradient, its state and its
             group only. Not one of :func:`local_optimizer` or :func:`owner_step`, nor :class:`Muon`.
-        bucket_bytes: the bytes of state of a bucket on this rank. A larger parameter is a bucket of its own. During a
+        bucket_bytes: the bytes of state of a bucket on a rank. A larger parameter is a bucket of its own. During a
             step, twice as many are on the device. The first step, which creates the state, takes it for twice the bytes
             of its parameters.
         pin_memory: page-lock the host memory, so that copies overlap with steps.
@@ -112,8 +113,14 @@ def _leaves(container: Any) -> Iterator[_Leaf]:
             yield from _leaves(value)
         elif isinstance(value, torch.Tensor) and value.ndim:
             local = local_part(value)
-            if type(local) is torch.Tensor and local.layout == torch.strided and local.numel():
+            if type(local) is torch.Tensor and local.layout == torch.strided:
                 yield _Leaf(container, key, value)
+
+
+def _largest_bytes(tensor: torch.Tensor) -> int:
+    """Return about the bytes of the largest shard: all ranks must cut alike, since updates may have collectives."""
+    placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True) if isinstance(tensor, DTensor) else ()
+    return -(-tensor.numel() // prod(size for size, at in placed if not at.is_replicate())) * tensor.dtype.itemsize
 
 
 class _Bucket(NamedTuple):
@@ -178,7 +185,8 @@ class _Offload:
                 if p.grad is None or is_host(local.device):
                     buckets[0].parameters[index].append(p)
                     continue
-                nbytes = sum(leaf.local.nbytes for leaf in _leaves(optimizer.state.get(p, {}))) or 2 * local.nbytes
+                state = [_largest_bytes(leaf.tensor) for leaf in _leaves(optimizer.state.get(p, {}))]
+                nbytes = sum(state) or 2 * _largest_bytes(p)
                 if buckets[-1].device != local.device or filled + nbytes > self._bucket_bytes:
                     buckets.append(_Bucket(local.device, [[] for _ in groups]))
                     filled = 0

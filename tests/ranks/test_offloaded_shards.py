@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +81,41 @@ def compare(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("ranks", "shape"), [(2, (2,)), (4, (2, 2))])
 def test_offloaded_state_gives_the_bits_of_the_plain_step(ranks: int, shape: tuple[int, ...]) -> None:
     run_ranks(compare, ranks, shape)
+
+
+class Lamb(Optimizer):
+    """Scales each update by norms, of which all are computed first, one all-reduce for each."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        found = [p for group in self.param_groups for p in group["params"]]
+        for p in found:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.lerp_(p.grad, 0.1)
+        updates = [self.state[p]["mean"] for p in found]
+        norms, of_updates = ([full_value(t.norm()).item() for t in tensors] for tensors in (found, updates))
+        for p, update, norm, of_update in zip(found, updates, norms, of_updates, strict=True):
+            p.sub_(update, alpha=0.1 * norm / of_update)
+
+
+@host_as_device()
+def step_uneven() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 3, bias=False) for _ in range(5)]
+    expected, model = (fully_shard(nn.Sequential(*copy.deepcopy(layers))) for _ in range(2))
+    plain, offloaded = Lamb(expected.parameters(), {}), offload(Lamb(model.parameters(), {}), bucket_bytes=100)
+    for each, optimizer in ((expected, plain), (model, offloaded)):
+        for _ in range(3):
+            for p in each.parameters():
+                p.grad = p.detach().square()
+            optimizer.step()
+    assert_same(values(model, offloaded), values(expected, plain))
+
+
+@pytest.mark.behaviour("C-01", "C-02")
+def test_ranks_with_uneven_shards_cut_buckets_alike() -> None:
+    """Otherwise the collectives of an update are those of other parameters on another rank."""
+    run_ranks(step_uneven, 2)
 
 
 @host_as_device()
