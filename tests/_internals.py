@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from composable_fsdp.optim._owner_exchange import Exchange, OwnerPlans, make_exchanges
     from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, message_limit, newton_schulz_cost
     from composable_fsdp.optim._owner_units import Slot, Tiling, Unit, axis_cuts, tiling_of
+    from composable_fsdp.optim.owner_step import _Form as StateForm
     from composable_fsdp.plan import dry_run
     from composable_fsdp.plan.simulate import GroupSpec, simulate
     from composable_fsdp.plan.simulated_job import simulated_job

@@ -318,7 +318,8 @@ def make_exchanges(
     for index, tensor in enumerate(tensors):
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
         key = mesh, tiling_of(tensor).axes, tensor.device if mesh is None else None
-        by_ranks.setdefault(key, []).extend((index, number) for number in range(len(units_of[index])))
+        for number in range(len(units_of[index])):  # a stack may have no matrices
+            by_ranks.setdefault(key, []).append((index, number))
     found = []
     for (mesh, axes, device), keys in by_ranks.items():
         units = [units_of[index][number] for index, number in keys]

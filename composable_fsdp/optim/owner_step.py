@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -96,7 +96,7 @@ class _Leaf:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device_type: str
+    device_type: str = field(compare=False)  # owners compute on the mesh's device, also for shards in host memory
 
 
 @dataclass(frozen=True)

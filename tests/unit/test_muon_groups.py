@@ -26,6 +26,7 @@ from tests._internals import (
     Cut,
     OwnerPlans,
     Slot,
+    StateForm,
     Tiling,
     Unit,
     assign_owners,
@@ -196,6 +197,17 @@ def test_a_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
 
     expected = p.detach().square().sum()
     assert torch.equal(optimizer.step(closure), expected)
+
+
+def test_a_stack_of_no_matrices_is_stepped() -> None:
+    (stack,) = parameters((0, 4, 4))
+    Muon([{"params": [stack], "algorithm": "muon"}]).step()
+
+
+def test_the_form_of_state_does_not_depend_on_devices() -> None:
+    """Owners compute offloaded state on the device of the mesh: another form would be sent again in each step."""
+    on_host, on_device = ({"mean": torch.zeros(3, device=each)} for each in ("cpu", "meta"))
+    assert StateForm.of(on_host) == StateForm.of(on_device)
 
 
 def test_owner_step_refuses_what_it_cannot_wrap() -> None:
