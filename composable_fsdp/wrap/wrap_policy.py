@@ -62,7 +62,8 @@ def by_class(*classes: type[nn.Module], **overrides: object) -> Policy:
     Raises:
         ConfigurationError: an argument is no class; or, from ``fully_shard``, the model has no such module.
     """
-    if others := [each for each in classes if not isinstance(each, type)]:
+    given: tuple[object, ...] = classes
+    if others := [each for each in given if not isinstance(each, type)]:
         raise ConfigurationError(f"a policy of classes takes classes of modules, not {others}.")
     return Policy(partial(_by_class, classes, overrides))
 

@@ -32,14 +32,14 @@ MOST_CODE = {
     "diagnostics": 449,
     "init": 262,
     "interop": 54,
-    "optim": 1084,
+    "optim": 1089,
     "plan": 672,
     "plugins": 4813,
-    "wrap": 174,
+    "wrap": 185,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 18495
+MOST_CODE_OF_ALL = 18511
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""
