@@ -164,15 +164,18 @@ def _match(
     jobs: list[tuple[LocalShard, StoredTensor]] = []
     used: dict[str, StoredTensor] = {}
     for part, names in tensors:
-        found = {stored[key].name: (name, stored[key]) for key, name in reversed(names.items()) if key in stored}
+        found: dict[str, tuple[str, StoredTensor]] = {}
+        for key, name in names.items():
+            if key in stored:
+                found.setdefault(stored[key].name, (name, stored[key]))
         used |= {key: each for key, (_, each) in found.items()}
         if not found:
             key, name = next(iter(names.items()))
             mismatch.missing[name] = tensor_text(part.value.dtype, part.shape) + _key_note(name, key)
             continue
-        (_, first), *others = reversed(found.values())
+        (_, first), *others = found.values()
         jobs.append((part, first))
-        for name, each in list(reversed(found.values()))[: None if strict else 1]:
+        for name, each in list(found.values())[: None if strict else 1]:
             _compare(name, part, each, convert_dtype, mismatch)
         if strict and not mismatch.shapes and not mismatch.dtypes:
             mismatch.others += [text for _, each in others for text in _check_tie(part, first, each)]
