@@ -489,7 +489,8 @@ def load_state_dict(
     from_rank0 = broadcast_from_rank0 or comes_from_rank0(form)
 
     def read() -> tuple[dict[str, Entry], Any]:  # mappings of other classes read files, or cannot be sent
-        return entries_of(model), dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        given: Any = state_dict
+        return entries_of(model), dict(given) if isinstance(given, Mapping) else given
 
     owners, (entries, state) = on_all_ranks(model, read, from_rank0=from_rank0)
     state, versions = owners.shared((state, getattr(state_dict, "_metadata", None)))
