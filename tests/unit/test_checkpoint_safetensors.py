@@ -299,10 +299,10 @@ def test_broken_ties_in_files_are_an_error_unless_the_first_name_is_used(tmp_pat
     assert_alike(other, model)
     # With a third name, of the first tensor again.
     library.save_file({"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "third.safetensors", metadata={"c": "a"})
-    model = nn.Module()
-    model.a = model.b = model.c = nn.Parameter(torch.zeros(3))
-    load_safetensors(model, tmp_path / "third.safetensors", strict=False)
-    assert torch.equal(model.a, torch.ones(3))
+    tied = nn.Module()
+    tied.a = tied.b = tied.c = nn.Parameter(torch.zeros(3))
+    load_safetensors(tied, tmp_path / "third.safetensors", strict=False)
+    assert torch.equal(tied.a, torch.ones(3))
 
 
 def test_file_names_are_those_of_the_model(tmp_path: Path) -> None:
