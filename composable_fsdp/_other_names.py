@@ -24,6 +24,7 @@ UNSUPPORTED = {
 """Methods of earlier versions and of torch that sharded modules lack, and what to do instead."""
 _ADMIT = "leave it out, and admit classes with torch.serialization.add_safe_globals before save and load."
 _AVERAGED = "an AveragedModel of torch is saved and loaded as a model, in a folder of its own: save(folder, averaged)."
+_MOVE = "move what a bucket or a flush has, such as bucket.packed.cpu()."
 REMOVED_KEYWORDS = {
     ("CommunicationPolicy", "all_reduce"): "sums over the replicate axis are not encoded. Leave it out, or shard over "
     "all ranks.",
@@ -36,6 +37,9 @@ REMOVED_KEYWORDS = {
     ("offload_optimizer", "keep_bytes"): "all state rests in host memory. Leave it out, or make two optimizers, and "
     "offload one of them.",
     ("load", "restore_rng"): "leave it out, and seed torch after load to begin with other random numbers.",
+    ("to_empty", "recurse"): "leave it out: parameters of modules below get memory too.",
+    ("stream_full_params", "ahead"): "one bucket is gathered ahead. Leave it out.",
+    **{(f"stream_{kind}_params", "device"): _MOVE for kind in ("full", "changed")},
     **{(function, "averages"): _AVERAGED for function in ("save", "load")},
     **{(function, "weights_only"): _ADMIT for function in ("save", "load")},
 }

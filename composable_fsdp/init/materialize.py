@@ -30,11 +30,13 @@ from composable_fsdp.plugins.full_params import (
     sharded_places,
     write_shard,
 )
+from composable_fsdp.policies import checks_keywords
 
 M = TypeVar("M", bound=nn.Module)
 InitFunction = Callable[[nn.Module], object]
 
 
+@checks_keywords
 def to_empty(module: M, *, device: torch.device | str | int) -> M:
     """Allocate memory on ``device`` for parameters and buffers that are on the meta device, and move the others there.
 

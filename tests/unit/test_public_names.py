@@ -18,7 +18,14 @@ from torch.distributed.fsdp import _fully_shard
 from torch.torch_version import TorchVersion
 
 import composable_fsdp
-from composable_fsdp import FSDPModule, fully_shard, offload_optimizer
+from composable_fsdp import (
+    FSDPModule,
+    fully_shard,
+    offload_optimizer,
+    stream_changed_params,
+    stream_full_params,
+    to_empty,
+)
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.errors import ArgumentTypeError, MissingNameError, UnsupportedError
 from tests._internals import NEWEST, OLDEST, state_of
@@ -75,6 +82,9 @@ def test_modules_of_earlier_versions_say_what_to_do_instead() -> None:
     ("function", "name", "text"),
     [
         (offload_optimizer, "keep_bytes", r"all state rests in host memory\. Leave it out, or make two optimizers, "),
+        (to_empty, "recurse", r"leave it out: parameters of modules below get memory too\.$"),
+        (stream_full_params, "ahead", r"one bucket is gathered ahead\. Leave it out\.$"),
+        (stream_changed_params, "device", r"move what a bucket or a flush has, such as bucket\.packed\.cpu\(\)\.$"),
         (save, "averages", r"an AveragedModel .* in a folder of its own: save\(folder, averaged\)\.$"),
         (load, "averages", r"an AveragedModel .* in a folder of its own: save\(folder, averaged\)\.$"),
         (save, "weights_only", r"leave it out, and admit classes with torch\.serialization\.add_safe_globals "),

@@ -31,6 +31,7 @@ from composable_fsdp.plugins.weight_stream.model_sources import ModelSources, So
 from composable_fsdp.plugins.weight_stream.packed_layout import MessageLayout, Slot, fill_buckets
 from composable_fsdp.plugins.weight_stream.stream import BUCKET_BYTES, WeightStream, checked_units
 from composable_fsdp.plugins.weight_stream.weight_names import KeyMap, Unit
+from composable_fsdp.policies import checks_keywords
 
 __all__ = ["SentParams", "stream_changed_params"]
 
@@ -66,6 +67,7 @@ class SentParams:
         return sum(row.nbytes for row in self._rows)
 
 
+@checks_keywords
 def stream_changed_params(
     model: nn.Module,
     since: SentParams,

@@ -34,6 +34,7 @@ from composable_fsdp.plugins.weight_stream.bucket_gather import BucketGather, Bu
 from composable_fsdp.plugins.weight_stream.model_sources import ModelSources, prepare
 from composable_fsdp.plugins.weight_stream.packed_layout import PackedLayout, placed
 from composable_fsdp.plugins.weight_stream.weight_names import KeyMap, PackedTensor, Unit, units_of
+from composable_fsdp.policies import checks_keywords
 
 __all__ = ["WeightBucket", "WeightStream", "stream_full_params"]
 
@@ -78,6 +79,7 @@ class WeightBucket:
         self.packed, self._tensors, self._items = None, {}, {}
 
 
+@checks_keywords
 def stream_full_params(
     model: nn.Module,
     bucket_bytes: int = BUCKET_BYTES,

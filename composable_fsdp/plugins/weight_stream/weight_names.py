@@ -76,7 +76,9 @@ def units_of(parameters: Sequence[Named], key_map: KeyMap | None) -> list[Unit]:
             tensors have the same name.
     """
     if key_map is not None and not callable(key_map):
-        raise ConfigurationError(f"key_map must be a function of a name, not {type(key_map).__name__}.")
+        raise ConfigurationError(
+            f"key_map must be a function of a name, such as names.get, not {type(key_map).__name__}."
+        )
     members: dict[str, list[tuple[JoinPart, int]]] = {}  # by tensor: its parts, and the parameters that they are
     aliases: dict[str, dict[str, str]] = {}  # by tensor
     splits: dict[str, Mapping[str, int]] = {}  # by the first tensor of each
