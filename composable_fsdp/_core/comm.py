@@ -444,6 +444,12 @@ def communicators(groups: Collection[dist.ProcessGroup]) -> Iterator[GroupCommun
         yield from _known.get(group, {}).values()
 
 
+def _decorated(communicator: Communicator) -> Communicator:
+    for around in AROUND:
+        communicator = around(communicator)
+    return communicator
+
+
 # Communicators do not keep their process group alive, so an entry is freed with it. Never iterate over these: another
 # thread may be adding a group.
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupCommunicator]] = WeakKeyDictionary()
@@ -463,11 +469,14 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
         _creation_order.setdefault(group, next(_next_index))
         # The first transport that serves the group and device makes its communicator; decorators go around it.
         made = (transport(group, device_type) for transport in TRANSPORTS)
-        communicator: Communicator = next(found for found in made if found is not None)
-        for around in AROUND:
-            communicator = around(communicator)
+        communicator = _decorated(next(found for found in made if found is not None))
         known = _known[group][device_type] = cast(GroupCommunicator, communicator)
     return known
+
+
+def loopback() -> Communicator:
+    """Return the communicator of an axis with one rank over which something is launched."""
+    return _decorated(LoopbackCommunicator())
 
 
 def reopen(groups: Collection[dist.ProcessGroup]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from composable_fsdp._core.comm import LoopbackCommunicator
+from composable_fsdp._core.comm import loopback
 from composable_fsdp._core.memory import backend_capabilities, current_accelerator, current_device, is_accelerator
 from composable_fsdp._core.mesh import (
     HOW_TO_START,
@@ -121,7 +121,7 @@ def named_data_parallel_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Da
     if dims.shard_names:
         return data_parallel_axes(axes_mesh)
     device = current_device(mesh.device_type)
-    return DataParallelAxes(axes_mesh, device, LoopbackCommunicator(), axis_communicator(axes_mesh, 0))
+    return DataParallelAxes(axes_mesh, device, loopback(), axis_communicator(axes_mesh, 0))
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -18,7 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
-from composable_fsdp._core.comm import Communicator, GroupCommunicator, LoopbackCommunicator, communicator_over
+from composable_fsdp._core.comm import (
+    Communicator,
+    GroupCommunicator,
+    LoopbackCommunicator,
+    communicator_over,
+    loopback,
+)
 from composable_fsdp._core.group_plan import PlanOptions
 from composable_fsdp._core.layout import NEVER_ZERO_COPY
 from composable_fsdp._core.memory import contiguous_strides, current_device, device_capabilities
@@ -133,7 +139,7 @@ def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
 
 def axis_communicator(mesh: DeviceMesh, dim: int) -> Communicator:
     if mesh.size(dim) == 1:
-        return LoopbackCommunicator()
+        return loopback()
     return communicator_over(mesh.get_group(dim), mesh.device_type)
 
 
