@@ -1,4 +1,4 @@
-"""Conversion of the model in a checkpoint to safetensors, without the model, a process group or a GPU."""
+"""Inspection of checkpoints, and conversion to safetensors, without a model, a process group or a GPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,48 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from composable_fsdp.checkpoint._coordination import dtype_name
 from composable_fsdp.checkpoint._dcp import directory
+from composable_fsdp.checkpoint._dcp.directory import Manifest
 from composable_fsdp.checkpoint._dcp.load import read, with_plain_names
 from composable_fsdp.checkpoint._dcp.metadata import read_metadata
 from composable_fsdp.checkpoint._safetensors import save_safetensors
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.errors import CheckpointError
+
+
+def _open(source: str | os.PathLike[str], *, contents: bool) -> tuple[Path, Manifest | None, Metadata]:
+    """Return the checkpoint at ``source``, or the newest one in that folder, once its files have been checked."""
+    folder = directory.checkpoints_at(source)[0]
+    manifest, problem = directory.read_manifest(folder)
+    if manifest is not None:
+        problem = "\n".join(directory.check_files(folder, manifest.files, contents=contents))
+    if problem and (manifest is not None or folder != Path(source) or directory.has_file(folder / directory.MANIFEST)):
+        raise CheckpointError(problem)
+    return folder, manifest, with_plain_names(read_metadata(folder, manifest))
+
+
+def describe(source: str | os.PathLike[str], *, verify: bool = False) -> dict[str, Any]:
+    """Return what ``checkpoint inspect`` prints as JSON. What the manifest has is ``None`` without one.
+
+    Checksums are compared with ``verify``, otherwise sizes of files only.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or it has no manifest to verify it with.
+    """
+    folder, manifest, metadata = _open(source, contents=verify)
+    if verify and manifest is None:
+        raise CheckpointError(f"{folder / directory.MANIFEST} is missing.")
+    tensors = [
+        {"name": key, "shape": list(saved.size), "dtype": dtype_name(saved.properties.dtype)}
+        for key, saved in metadata.state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata)
+    ]
+    files = None if manifest is None else {name: record.bytes for name, record in manifest.files.items()}
+    noted = {name: getattr(manifest, name, None) for name in ("step", "ranks", "library", "torch")}
+    return {"path": str(folder), **noted, "files": files, "tensors": tensors}
 
 
 class _Values(nn.Module):
@@ -45,13 +79,7 @@ def convert(
         CheckpointError: there is no checkpoint, it is damaged, or the target cannot be written.
         ConfigurationError: an argument is invalid.
     """
-    folder = directory.checkpoints_at(source)[0]
-    manifest, problem = directory.read_manifest(folder)
-    if manifest is not None:
-        problem = "\n".join(directory.check_files(folder, manifest.files, contents=True))
-    if problem and (manifest is not None or folder != Path(source) or directory.has_file(folder / directory.MANIFEST)):
-        raise CheckpointError(problem)
-    metadata = with_plain_names(read_metadata(folder, manifest))
+    folder, _, metadata = _open(source, contents=True)
     values: dict[str, torch.Tensor] = {}
     written: dict[object, torch.Tensor] = {}
     for key, saved in metadata.state_dict_metadata.items():

@@ -1,7 +1,8 @@
-"""``composable-fsdp checkpoint``: exit codes, and conversion to safetensors in one process."""
+"""``composable-fsdp checkpoint``: output and exit codes, and conversion to safetensors in one process."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,62 @@ def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
 
 def run(*arguments: str | Path) -> Done:
     return run_command("checkpoint", *arguments)
+
+
+def test_the_newest_checkpoint_of_a_folder_is_shown(tmp_path: Path) -> None:
+    _, path = (save(tmp_path, *trained(), step=step).path for step in (3, 12))
+    for given in (tmp_path, path):
+        shown = run("inspect", given, "--verify")
+        lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+        assert (shown.exit_code, shown.stderr, lines[0]) == (0, "", str(path))
+        assert {"model.second.weight 3 × 3 float32", "model.second.bias 3 float32"} < set(lines)
+        assert any(line.startswith("step 12, saved by 1 rank with composable_fsdp ") for line in lines)
+        nbytes = sum(each.stat().st_size for each in path.iterdir() if each.name != "manifest.json")
+        assert lines[-2:] == [f"2 files, {nbytes} bytes", "all files have the checksums of the manifest"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_checkpoints_are_described_for_machines_and_names_are_harmless(tmp_path: Path) -> None:
+    values = {"model": {"a\x1b]0;b": torch.ones(2, 3), "c": torch.tensor(1, dtype=torch.int8)}}
+    dcp.save(values, checkpoint_id=tmp_path, no_dist=True)
+    shown, listed = run("inspect", tmp_path), run("inspect", tmp_path, "--json")
+    assert (shown.exit_code, "\x1b" in shown.stdout + listed.stdout) == (0, False)
+    assert [line.split() for line in shown.stdout.splitlines()[1:]] == [
+        ["tensor", "shape", "dtype"],
+        ["model.a\\x1b]0;b", "2", "×", "3", "float32"],
+        ["model.c", "scalar", "int8"],
+    ]
+    assert json.loads(listed.stdout) == {
+        **dict.fromkeys(("step", "ranks", "library", "torch", "files")),
+        "path": str(tmp_path),
+        "tensors": [
+            {"name": "model.a\x1b]0;b", "shape": [2, 3], "dtype": "float32"},
+            {"name": "model.c", "shape": [], "dtype": "int8"},
+        ],
+    }
+    assert run("inspect", tmp_path, "--verify").stderr == f"error: {tmp_path / 'manifest.json'} is missing.\n"
+
+
+@pytest.mark.behaviour("F-12")
+def test_inspection_of_damage_is_an_error_of_one_line(tmp_path: Path) -> None:
+    path = save(tmp_path, *trained()).path
+    flip(path / "__0_0.distcp")
+    assert run("inspect", path, "--json").exit_code == 0, "sizes are right"
+
+    def refuses(expected: str, *arguments: str | Path) -> None:
+        done = run("inspect", *arguments)
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done
+        assert done.stderr.startswith(f"error: {expected}")
+
+    refuses(f"{path / '__0_0.distcp'} is damaged: its CRC-32 is ", tmp_path, "--verify")
+    (path / "__0_0.distcp").unlink()
+    refuses(f"{path / '__0_0.distcp'} is missing.", tmp_path)
+    refuses(f"{tmp_path / 'none'} is not a checkpoint, and it does not exist.", tmp_path / "none", "--json")
+    (path / "manifest.json").unlink()
+    refuses(f"{path / 'manifest.json'} is missing.", path)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / ".metadata").write_bytes(b"cos\nsystem\n(S'exit 3'\ntR.")
+    refuses(f"{tmp_path / 'plain' / '.metadata'} is damaged: ", tmp_path / "plain")
 
 
 def test_a_checkpoint_is_converted(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ import pytest
 import torch
 
 import composable_fsdp
+from composable_fsdp.checkpoint import save
 from composable_fsdp.cli.doctor import Finding, check_launch, check_ranks, check_versions
 from tests.helpers.command import Done, run_command
 from tests.helpers.fresh_process import run_module, run_program
+from tests.helpers.single_rank_checkpoints import trained
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,7 +29,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(composable_fsdp.__file__).parents[1]
-COMMANDS = ("doctor", "plan", "timeline", "run", "checkpoint convert")
+COMMANDS = ("doctor", "plan", "timeline", "run", "checkpoint inspect", "checkpoint convert")
 
 
 def test_the_console_command_is_the_main_function() -> None:
@@ -46,7 +48,8 @@ def test_every_command_works_with_the_package_and_torch_alone(tmp_path: Path) ->
     calls = [[*words.split(), "--help"] for words in COMMANDS]
     (tmp_path / "model.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(8, 8)\n")
     options = ("--batch", "4x8:float32", "--mesh", "2", "--device", "cpu", "--policy", "none", "--dtype", "fp32")
-    calls += [["doctor"], ["plan", f"{tmp_path}/model.py:build", *options]]
+    path = save(tmp_path / "run", *trained()).path
+    calls += [["doctor"], ["plan", f"{tmp_path}/model.py:build", *options], ["checkpoint", "inspect", str(path)]]
     program = f"""
 import os, sys
 sys.modules |= dict.fromkeys({absent!r})
@@ -61,7 +64,7 @@ for call in {calls!r}:
 """
     done = run_program(program)
     assert done.returncode == 0, done.stderr
-    for shown in ("one process.", "fits: "):
+    for shown in ("one process.", "fits: ", "saved by 1 rank with"):
         assert shown in done.stdout
 
 
@@ -128,6 +131,7 @@ def test_errors_are_one_line_unless_their_tracebacks_are_asked_for(tmp_path: Pat
     [
         (["novel"], "invalid choice: 'novel'"),
         (["checkpoint"], "the following arguments are required: COMMAND"),
+        (["checkpoint", "inspect"], "the following arguments are required: path"),
         (["checkpoint", "convert"], "the following arguments are required: source, target"),
         (["timeline", "folder", "--stacks"], "timeline: error: unrecognized arguments: --stacks"),
         (["run"], "error: run needs a program, or -m and the name of a module."),
