@@ -15,9 +15,9 @@ from composable_fsdp.checkpoint._dcp import directory
 from composable_fsdp.checkpoint._dcp.directory import Manifest
 from composable_fsdp.checkpoint._dcp.load import read, with_plain_names
 from composable_fsdp.checkpoint._dcp.metadata import read_metadata
-from composable_fsdp.checkpoint._safetensors import save_safetensors
+from composable_fsdp.checkpoint._safetensors import INDEX, SINGLE, save_safetensors
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 
 def _open(source: str | os.PathLike[str], *, contents: bool) -> tuple[Path, Manifest | None, Metadata]:
@@ -72,13 +72,14 @@ def convert(
     """Write the model of the checkpoint ``source`` to safetensors in ``target``, with all of its tensors in memory.
 
     The source is one of ``save`` or of ``torch.distributed.checkpoint``, or a folder of them, of which the newest is
-    converted. The conversion is atomic: an existing target is replaced only once the new one is complete. Tied weights
-    stay tied. Arguments are those of the command.
+    converted. The conversion is atomic. Tied weights stay tied. Arguments are those of the command.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the target cannot be written.
-        ConfigurationError: an argument is invalid.
+        ConfigurationError: an argument is invalid, or the target has a model already.
     """
+    if any(os.path.lexists(os.path.join(target, name)) for name in (SINGLE, INDEX)):
+        raise ConfigurationError(f"{os.fspath(target)} has a model already: remove it first, or name another target.")
     folder, _, metadata = _open(source, contents=True)
     values: dict[str, torch.Tensor] = {}
     written: dict[object, torch.Tensor] = {}

@@ -167,6 +167,19 @@ def test_a_checkpoint_is_converted(tmp_path: Path) -> None:
     assert_same(state_of(fresh), {name: value.bfloat16().float() for name, value in state_of(model).items()})
 
 
+def test_a_model_in_the_target_is_kept(tmp_path: Path) -> None:
+    save(tmp_path / "run", *trained())
+    (tmp_path / "st").mkdir()
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        (tmp_path / "st" / name).write_text("dear")
+        with pytest.raises(ConfigurationError, match="st has a model already: remove it first, or name another target"):
+            convert(tmp_path / "run", tmp_path / "st")
+        assert (tmp_path / "st" / name).read_text() == "dear"
+        (tmp_path / "st" / name).unlink()
+    convert(tmp_path / "run", tmp_path / "st")
+    assert names_in(tmp_path / "st") == ["model.safetensors"]
+
+
 def test_exit_codes_say_whose_fault_it_is(tmp_path: Path) -> None:
     save(tmp_path / "run", *trained())
     cases: list[tuple[list[str | Path], int, str]] = [
