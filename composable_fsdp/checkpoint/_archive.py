@@ -35,12 +35,35 @@ _MEMORY = re.compile(r"torch\.(cuda\.|sparse\.|storage\.)*\w*(Tensor|Storage)")
 """Names of classes that give memory of any size if they are called. Pickles of tensors only name them."""
 
 
+class _FilePart(io.RawIOBase):
+    """The ``nbytes`` from ``start`` of a file, read as a file."""
+
+    def __init__(self, file: IO[bytes], start: int, nbytes: int) -> None:
+        super().__init__()
+        self._file, self._start, self._nbytes, self._at = file.fileno(), start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        left = memoryview(buffer)[: max(0, self._nbytes - self._at)]
+        count = os.preadv(self._file, [left], self._start + self._at) if left else 0
+        self._at += count
+        return count
+
+
 class ArchiveReader(FileSystemReader):
     """Torch's reader of tensors in a folder. It checks the part of a file that a tensor is in before torch reads it."""
 
     def _slice_file(self, file: IO[bytes], place: Any) -> IO[bytes]:
-        file.seek(place.offset)
-        part = io.BytesIO(file.read(place.length))
+        part = io.BufferedReader(_FilePart(file, place.offset, place.length))
         check_archive(part)
         return part
 

@@ -187,13 +187,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
-        file_data = checkpoint_save.file_data
+        write_value = checkpoint_save.write_value
 
-        def waits(value: Any) -> Any:
+        def waits(file: Any, value: Any) -> None:
             assert self.opened.wait(30)
-            return file_data(value)
+            write_value(file, value)
 
-        monkeypatch.setattr(checkpoint_save, "file_data", waits)
+        monkeypatch.setattr(checkpoint_save, "write_value", waits)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps: range, ranks: int = 1) -> None:

@@ -221,17 +221,17 @@ def _on_host(block: torch.Tensor) -> torch.Tensor:
 
 def _save(model: Any) -> None:
     """Save in the background. The thread runs at once, since only this thread is simulated."""
-    file_data = checkpoint_save.file_data
+    write_value = checkpoint_save.write_value
 
-    def read(value: Any) -> Any:
+    def read(file: Any, value: Any) -> None:
         """Read the block by an operation, since writers of files read from its address."""
         assert not isinstance(value, torch.Tensor) or value.sum() is not None
-        return file_data(value)
+        write_value(file, value)
 
     with (
         TemporaryDirectory() as folder,
         mock.patch.object(checkpoint_save, "_on_host", _on_host),
-        mock.patch.object(checkpoint_save, "file_data", read),
+        mock.patch.object(checkpoint_save, "write_value", read),
         mock.patch.object(PendingSave, "start", lambda _, action: action()),
     ):
         save(folder, model, asynchronous=True)

@@ -100,7 +100,7 @@ def test_arguments_that_are_wrong_on_one_rank_are_an_error_on_all(tmp_path: Path
     values: Any = [3] if is_wrong else {"step": 3}
     calls: dict[str, Callable[[], object]] = {
         "dictionary update sequence": lambda: save(tmp_path, model, optimizer, values, timeout=20),
-        "keep_last must be at least 1": lambda: save(tmp_path, model, keep_last=1 - rank, timeout=20),
+        "keep_last must be an int of at least 1": lambda: save(tmp_path, model, keep_last=1 - rank, timeout=20),
         "step must be an int of at least 0": lambda: save(tmp_path, model, step=-rank, timeout=20),
         "path must be a str or a path": lambda: load(rank or tmp_path, model, timeout=20),  # type: ignore[arg-type]
         "and model an nn.Module": lambda: load_safetensors([model, 1][rank], tmp_path, timeout=20),  # type: ignore[arg-type]

@@ -6,9 +6,10 @@ import errno
 import json
 import logging
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -350,10 +351,22 @@ def test_steps_and_deletion(tmp_path: Path) -> None:
     assert files_of(tmp_path) == [".lock", "step-00000005", "step-00000008", "step-00000009"]
     assert save(tmp_path, model, step=1, keep_last=2).step == 1
     assert files_of(tmp_path) == [".lock", "step-00000001", "step-00000009"]
-    with pytest.raises(ConfigurationError, match="keep_last must be at least 1, not 0: the new checkpoint is one"):
-        save(tmp_path, model, keep_last=0)
+    for number in (0, 2.5):
+        with pytest.raises(ConfigurationError, match=f"keep_last must be an int of at least 1, not {number}"):
+            save(tmp_path, model, keep_last=cast(Any, number))
+    assert files_of(tmp_path) == [".lock", "step-00000001", "step-00000009"]
     with pytest.raises(ConfigurationError, match="step must be an int of at least 0, not -1, also in extra"):
         save(tmp_path, model, step=-1)
+
+
+def test_no_copy_of_a_whole_parameter_is_made_in_python(tmp_path: Path) -> None:
+    model = nn.ParameterList([torch.ones(1 << 23) for _ in range(2)])  # 32 MiB each
+    for action in (save, load):
+        tracemalloc.start()
+        action(tmp_path, model)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 8 << 20, action
 
 
 def test_a_failed_save_leaves_existing_files_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,10 +374,10 @@ def test_a_failed_save_leaves_existing_files_unchanged(tmp_path: Path, monkeypat
     before = state_of(model)
     save(tmp_path, model, optimizer, step=4)
 
-    def full(value: object) -> bytes:
+    def full(file: object, value: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_save, "file_data", full)
+    monkeypatch.setattr(checkpoint_save, "write_value", full)
     for asynchronous in (False, True):
         nn.init.zeros_(model.first.weight)
         with pytest.raises(CheckpointError, match=r"saving .*step-00000004: OSError: .*No space left on device"):

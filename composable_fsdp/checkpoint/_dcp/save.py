@@ -357,18 +357,33 @@ def _on_host(value: torch.Tensor | bytes) -> torch.Tensor | bytes:
 # -- files
 
 
-def file_data(value: torch.Tensor | bytes) -> bytes | memoryview:
-    """Return the bytes that a file has for ``value``: of a tensor, those of ``torch.save`` of its elements alone."""
-    if isinstance(value, bytes):
-        return value
-    if is_wrapper(value):
-        return pickled(value)
-    block, data = value.detach().cpu(), io.BytesIO()
+class _File(io.BufferedWriter):
+    """A new file, with the number of its bytes and their checksum."""
+
+    nbytes = checksum = 0
+    error: OSError | None = None
+    """The error of a failed write. torch's zip writer replaces it by one that does not say the reason."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            count = super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.nbytes, self.checksum = self.nbytes + count, zlib.crc32(data, self.checksum)
+        return count
+
+
+def write_value(file: io.BufferedWriter, value: torch.Tensor | bytes) -> None:
+    """Write ``value``: of a tensor, the bytes of ``torch.save`` of its elements alone, without a copy of them."""
+    if isinstance(value, bytes) or is_wrapper(value):
+        file.write(value if isinstance(value, bytes) else pickled(value))
+        return
+    block = value.detach().cpu()
     if block.untyped_storage().nbytes() != block.nbytes:
         block = block.clone()
     with cast(Any, serialization_config).patch({"save.compute_crc32": False}):  # which torch's readers do not check
-        torch.save(block, data)
-    return data.getbuffer()
+        torch.save(block, file)
 
 
 Writes = tuple[dict[MetadataIndex, _StorageInfo], dict[str, FileRecord]]
@@ -378,19 +393,20 @@ Writes = tuple[dict[MetadataIndex, _StorageInfo], dict[str, FileRecord]]
 def write_values(folder: Directory, name: str, values: Values) -> Writes:
     """Write ``values`` to the new file ``name``, and to disk."""
     places: dict[MetadataIndex, _StorageInfo] = {}
-    nbytes = checksum = 0
-    try:
-        with open(name, "xb", opener=folder.opener) as file:
+    with open(name, "xb", buffering=0, opener=folder.opener) as opened:
+        file = _File(opened)
+        try:
             for index, value in values.items():
-                data = file_data(value)
-                file.write(data)
-                places[index] = _StorageInfo(name, nbytes, len(data))
-                nbytes, checksum = nbytes + len(data), zlib.crc32(data, checksum)
+                start = file.nbytes
+                write_value(file, value)
+                places[index] = _StorageInfo(name, start, file.nbytes - start)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(folder.path / name)) from error
-    return places, {name: FileRecord(nbytes, f"{checksum:08x}")}
+        except (OSError, RuntimeError) as error:
+            if (cause := error if isinstance(error, OSError) else file.error) is None:
+                raise
+            raise OSError(cause.errno, cause.strerror, str(folder.path / name)) from error
+    return places, {name: FileRecord(file.nbytes, f"{file.checksum:08x}")}
 
 
 def write_metadata(
@@ -471,8 +487,8 @@ def save(
         nonlocal step
         check_arguments("save(path, model, optimizer, extra)", path, model)
         own.update(extra or {})
-        if keep_last is not None and keep_last < 1:
-            raise ConfigurationError(f"keep_last must be at least 1, not {keep_last}: the new checkpoint is one.")
+        if keep_last is not None and (not hasattr(keep_last, "__index__") or keep_last < 1):
+            raise ConfigurationError(f"keep_last must be an int of at least 1, not {keep_last!r}.")
         step = own.get("step") if step is None else step
         if step is not None and (not hasattr(step, "__index__") or (step := operator.index(step)) < 0):
             raise ConfigurationError(f"step must be an int of at least 0, not {step!r}, also in extra.")
