@@ -36,14 +36,19 @@ def main_thread_line() -> str:
     collects = gc.isenabled()
     gc.disable()
     try:
-        top = sys._current_frames().get(threading.main_thread().ident or 0)
-        frames = islice(walk_stack(top), _MOST_FRAMES) if top is not None else ()
-        lines = [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
+        path, line, name = _innermost(sys._current_frames().get(threading.main_thread().ident or 0))
     finally:
         if collects:
             gc.enable()
-    path, line, name = next((each for each in lines if not each[0].startswith(_LIBRARIES)), ("", 0, ""))
-    return f"{path}:{line} in {name}: {linecache.getline(path, line).strip()}" if path else ""  # may read the file
+    # Reading a file lets other threads run, so it comes last.
+    return f"{path}:{line} in {name}: {linecache.getline(path, line).strip()}" if path else ""
+
+
+def _innermost(top: FrameType | None) -> tuple[str, int, str]:
+    for frame, line in islice(walk_stack(top), _MOST_FRAMES) if top is not None else ():
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            return frame.f_code.co_filename, line or 0, frame.f_code.co_name
+    return "", 0, ""
 
 
 def has_ended(frame: FrameType) -> bool:

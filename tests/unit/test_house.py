@@ -24,7 +24,7 @@ HOOKS = "_core/hooks.py"
 MOST_CODE = {
     ".": 637,
     "_api": 966,
-    "_consistency": 850,
+    "_consistency": 852,
     "_core": 5186,
     "checkpoint": 2818,
     "cli": 335,
@@ -39,7 +39,7 @@ MOST_CODE = {
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 18584
+MOST_CODE_OF_ALL = 18586
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""
