@@ -215,7 +215,9 @@ def _on_own_stream(model: Any) -> Iterator[None]:
     model.set_post_optim_event(stream.record_event())
 
 
-def _on_host(block: torch.Tensor) -> torch.Tensor:
+def _on_host(block: torch.Tensor | bytes) -> torch.Tensor | bytes:
+    if isinstance(block, bytes):
+        return block
     return torch.empty(block.shape, dtype=block.dtype, pin_memory=True).copy_(block.detach(), non_blocking=True)
 
 
