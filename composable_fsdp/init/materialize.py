@@ -67,7 +67,7 @@ def to_empty(module: M, *, device: torch.device | str | int) -> M:
             f"to_empty: buffers that are not persistent were on the meta device: {unfilled}. They have no values yet, "
             "and no checkpoint restores them: have the module's own initialisation fill them, or build them on a real "
             "device.",
-            stacklevel=2,
+            stacklevel=3,  # above checks_keywords
         )
     return module
 

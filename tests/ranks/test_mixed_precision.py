@@ -458,7 +458,9 @@ def test_parameters_in_their_original_dtype_share_messages_and_train_as_the_unsh
 
 
 def shard_with_other_answers() -> None:
-    function = (original_of_vectors, None)[dist.get_rank()]
+    def function(parameter: nn.Parameter) -> torch.dtype | None:
+        return original_of_vectors(parameter) if dist.get_rank() == 0 else None
+
     policy = MixedPrecisionPolicy(BF16, FP32, param_dtype_override_fn=function)
     fully_shard(Gate(), mp_policy=policy)(torch.randn(4, 64))
 

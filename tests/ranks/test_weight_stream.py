@@ -249,7 +249,7 @@ def test_errors_are_the_same_on_all_ranks_and_nothing_is_sent() -> None:
     for options, match in (
         ({"bucket_bytes": 0}, r"^bucket_bytes is a number of bytes of at least 1, not 0\.$"),
         ({"dtype": torch.int8}, r"^dtype is a dtype of floating point or None, not torch\.int8\.$"),
-        ({"key_map": {"a": "b"}}, r"^key_map must be a function of a name, such as names.get, not a dict\.$"),
+        ({"key_map": {"a": "b"}}, r"^key_map must be a function of a name, such as names.get, not dict\.$"),
         ({"key_map": lambda name: 3}, r"^key_map\('q\.weight'\) is of type int\. Return a name, None"),
         (
             {"key_map": lambda name: "same"},

@@ -134,6 +134,7 @@ class SharedMemoryCommunicator(OverGroup):
         self._launch(Barrier("connecting", segment=staging))
 
     def reopen(self) -> None:
+        self._slots = []  # their address space is free for those of the new connection
         connection = connect(self.group)
         if connection is None:
             raise PeerError(f"ranks {list(self.ranks)} shared memory before, and cannot connect to each other again.")
