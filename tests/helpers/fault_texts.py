@@ -21,6 +21,8 @@ _CHANGING = {
     r"(?<=alloc_cpu\.cpp:)\d+\][^.]*": "N]",
     r"(?<=gloo says: ).*": "...",
     r"(?<=[a-z] )\d+(?= \(\d+ bytes)": "N",
+    # Reported if the rank has waited for a second before, as on a busy machine.
+    r"\n  rank \d+ last took part in .*\(operation N of .*(?=\n  rank \d+ last took .*, and closed its)": "",
 }
 
 
