@@ -142,7 +142,8 @@ class Residuals(Observer):
 
 def _progress(root: ObservedRoot) -> tuple[int, int]:
     """Return the number of optimizer steps, and one that changes with the shards, as in a step by hand."""
-    return root.planner.steps.number, sum(state.group.version for state in root.states.values())
+    parameters = (p for state in root.states.values() for p in state.group.parameters)
+    return root.planner.steps.number, sum(p.sharded._version for p in parameters)
 
 
 def _changed(root: ObservedRoot) -> list[tuple[ParamGroup, Encoder]]:
