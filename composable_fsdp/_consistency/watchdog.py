@@ -154,7 +154,7 @@ class Watchdog:
         self._processes: dict[int, str] = {}
         """The identities of other ranks' processes, as far as known."""
         self._exits: dict[int, str] = {}
-        """The exit texts of those that have ended."""
+        """The exit texts of processes that have ended."""
         self._warnings = WarningTimes()
         _pipe()  # before the thread, which reads it
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)

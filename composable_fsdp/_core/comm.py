@@ -203,7 +203,7 @@ class Around:
 
 
 class OverGroup:
-    """What communicators over a process group have. They refer to it weakly: torch owns it until it is destroyed."""
+    """The base of communicators over a process group. They refer to it weakly: torch owns it until it is destroyed."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.name = ref(group), group.group_name

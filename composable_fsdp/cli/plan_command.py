@@ -32,7 +32,7 @@ _RECOMPUTED = {"recompute": True, "reshard": "true"}
 _OTHER_OPTIONS: tuple[dict[str, Any], ...] = (
     *({"reshard": "true"}, {"recompute": True, "reshard": "false"}, _RECOMPUTED, {**_RECOMPUTED, "offload": True}),
 )
-"""What is tried if a model does not fit: what costs the least time comes first."""
+"""The options that are tried if a model does not fit. Those that cost the least time come first."""
 _FIGURES = ("tflops", "gbit", "gib", "ranks_per_host")
 
 

@@ -24,7 +24,7 @@ Coordinate = tuple[int, ...]
 
 
 class Tiling(NamedTuple):
-    """How a tensor of ``shape`` is cut over a mesh: the axis of each cut, and the cut of its first rank, in order."""
+    """The cuts of a tensor of ``shape`` over a mesh, in order: the axis of each, and the cut of its first rank."""
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, Cut], ...] = ()

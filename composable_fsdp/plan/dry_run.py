@@ -26,7 +26,7 @@ from composable_fsdp._core.state import BackwardWrappers, ForwardCall, ForwardRe
 
 
 class Action(NamedTuple):
-    """What the launcher is told at an event.
+    """One call of the launcher at an event of the schedule.
 
     Args:
         verb: ``"gather"`` launches one all-gather, without groups that are unsharded or in flight already. ``"wait"``

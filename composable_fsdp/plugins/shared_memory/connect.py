@@ -38,7 +38,7 @@ _MOST_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """How to reach a rank of this host.
+    """The address of a rank of this host.
 
     Args:
         addresses: those of its sockets: one for each lower rank, to which it connects, and the one that listens.

@@ -308,9 +308,9 @@ class _ChangedParams:
         self._key = [(b.dtype, b.tensors, b.plan.layout.aliases, b.extents) for b in self._buckets]
         self._is_whole = sent._needs_all or not sent._is_complete or sent._key != self._key
         self._changes: _Changes | None = None
-        """Of the next bucket to launch: places and values of the changes on this rank, if they are few."""
+        """Places and values of this rank's changes in the next bucket to launch, if they are few."""
         self._length = 0
-        """Of the next bucket to launch: the largest number of changes of a rank."""
+        """The largest number of changes of a rank in the next bucket to launch."""
         self._lengths: dict[int, int] = {}
         """By bucket in flight of which only changes are sent: the changes of each rank that it has room for."""
 

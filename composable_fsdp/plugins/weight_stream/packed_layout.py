@@ -80,7 +80,7 @@ def fill_buckets(costs: Sequence[int], limit: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Distribution:
-    """How a tensor of ``shape`` is distributed over ranks, as it is sent.
+    """The distribution of a tensor of ``shape`` over ranks, as it is sent.
 
     Args:
         shape: the global shape.
