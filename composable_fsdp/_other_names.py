@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+_POLICY = "a policy is a function of a module and its name, or one of this package"
+GONE = {
+    "errors.LowPrecisionWarning": "is gone: remove its filter, nothing warns of parameters in 16 bits",
+    "plan.sweep": "is gone: call plan for each setting, and take the fastest of those that fit",
+    "plugins.PASSES": "is now plugins.PLAN_CHANGES",
+    "plugins.weight_stream.FlushHeader": "is gone: a Flush has its values",
+    "wrap.balanced": "is gone: use transformer_blocks() or by_size(min_parameters)",
+    "wrap.Group": f"is gone: {_POLICY}",
+    "wrap.Scope": f"is gone: {_POLICY}",
+}
+"""Names that modules of earlier versions had, and what replaces them."""
+
+
+def missing(module: str, name: str) -> NoReturn:
+    """Raise the error for a ``name`` that ``module`` lacks. Call it in the ``__getattr__`` of the module."""
+    path = f"{module}.{name}".removeprefix("composable_fsdp.")
+    if path in GONE:  # an AttributeError would lose its text in ``from ... import``
+        raise ImportError(f"{path} {GONE[path]}.")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
 _OPTIONS = ("max_unsharded_bytes", "prefetch_limit", "max_fused_bytes")
 RENAMED = {f"set_{option}": f"set_schedule({option}=...)" for option in _OPTIONS}
 RENAMED["set_version_check"] = 'set_in_place_check("counted") for True, and ("off") for False'

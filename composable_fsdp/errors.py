@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import NoReturn
 
 __all__ = [
     "ArgumentTypeError",
@@ -160,3 +161,9 @@ class UnsavableStateWarning(UserWarning):
 
 class UntestedTorchWarning(UserWarning):
     """The installed torch is newer than those with which this library was tested."""
+
+
+def __getattr__(name: str) -> NoReturn:
+    from composable_fsdp._other_names import missing
+
+    missing(__name__, name)

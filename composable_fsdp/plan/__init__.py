@@ -10,6 +10,6 @@ __all__ = ["ACCELERATORS", "Accelerator", "Plan", "Row", "plan"]
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name == "sweep":  # an AttributeError would lose its text in ``from composable_fsdp.plan import``
-        raise ImportError("plan.sweep is gone: call plan for each setting, and take the fastest of those that fit.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from composable_fsdp._other_names import missing
+
+    missing(__name__, name)

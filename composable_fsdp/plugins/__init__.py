@@ -225,6 +225,6 @@ OBSERVERS.extend(plugin() for plugin in DEFAULT)
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name == "PASSES":  # an AttributeError would lose its text in ``from ... import``
-        raise ImportError("plugins.PASSES is now plugins.PLAN_CHANGES.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from composable_fsdp._other_names import missing
+
+    missing(__name__, name)

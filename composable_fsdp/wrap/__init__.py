@@ -16,13 +16,7 @@ __all__ = [
 ]
 
 
-_GONE = {
-    "balanced": "use transformer_blocks() or by_size(min_parameters)",
-    **dict.fromkeys(("Group", "Scope"), "a policy is a function of a module and its name, or one of this package"),
-}
-
-
 def __getattr__(name: str) -> NoReturn:
-    if name in _GONE:  # an AttributeError would lose its text in ``from ... import``
-        raise ImportError(f"wrap.{name} is gone: {_GONE[name]}.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from composable_fsdp._other_names import missing
+
+    missing(__name__, name)

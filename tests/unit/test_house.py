@@ -22,7 +22,7 @@ from tests.helpers.house import (
 HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
-    ".": 637,
+    ".": 654,
     "_api": 966,
     "_consistency": 852,
     "_core": 5186,
@@ -33,13 +33,13 @@ MOST_CODE = {
     "init": 263,
     "interop": 54,
     "optim": 1089,
-    "plan": 672,
+    "plan": 670,
     "plugins": 4819,
-    "wrap": 185,
+    "wrap": 179,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 18588
+MOST_CODE_OF_ALL = 18597
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 20, 5400
 """The files and lines of code that importing the hooks reads."""

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # Files and folders without the package prefix. A folder includes all of its files that have no row of their own. Layers
 # in one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "trace", "_files", "_other_names", "_first_use"),
+    ("_other_names",),
+    ("errors", "trace", "_files", "_first_use"),
     ("policies", "_torch_version", "_text"),
     ("_core",),
     ("_extents", "codecs", "_consistency", "plan.dry_run"),

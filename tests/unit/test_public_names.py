@@ -65,6 +65,8 @@ def test_few_names_are_at_the_top_and_few_methods_beside_those_of_torch() -> Non
         ("plan.sweep", r"^plan\.sweep is gone: call plan for each setting"),
         ("plugins.PASSES", r"^plugins\.PASSES is now plugins\.PLAN_CHANGES"),
         ("wrap.balanced", r"^wrap\.balanced is"),
+        ("errors.LowPrecisionWarning", r"^errors\.LowPrecisionWarning is gone: remove its filter"),
+        ("plugins.weight_stream.FlushHeader", r"^plugins\.weight_stream\.FlushHeader is gone: a Flush has its values"),
     ],
 )
 def test_names_of_other_libraries_and_former_ones_say_what_to_import(name: str, text: str) -> None:
